@@ -1,0 +1,3 @@
+module libgdn
+
+go 1.26
