@@ -43,9 +43,9 @@ var (
 	}
 
 	// What the backward reads again, K and V padded to the kernels' panels: the state every 64 tokens (the first of a sequence is
-	// initial_state), the error before beta of each token, and two 16 x 16 products for each 16 tokens.
-	gdnPad  = []Derived{{"KP", "(K+15)//16*16"}, {"VP", "(V+31)//32*32"}}
-	gdnTape = append(gdnPad, Derived{"TAPE", "HV*(B*T//64*KP*VP + B*T*VP + (B*T//16+N)*512)"})
+	// initial_state) and the error before beta of each token.
+	gdnPad  = []Derived{{"KP", "(K+31)//32*32"}, {"VP", "(V+31)//32*32"}}
+	gdnTape = append(gdnPad, Derived{"TAPE", "HV*(B*T//64*KP*VP + B*T*VP)"})
 	recTape = []Derived{{"TAPE", "HV*(B*T//64)*K*V"}}
 	outTape = TensorArg{Name: "tape", Role: OptOut, Rule: Acc, Dims: "TAPE", Want: "save", Doc: "what the backward needs again, opaque; NULL: inference"}
 	argTape = TensorArg{Name: "tape", Role: In, Rule: Acc, Dims: "TAPE", Doc: "as the forward of the same arguments wrote it"}
@@ -57,6 +57,7 @@ var gdnFwd = &Op{
 	Tensors: []TensorArg{argQ, argK, argV, argG, argBeta, argALog, argBias, argH0, argCu, outO, argHT, outTape},
 	Numbers: gdnNumbers,
 	Derived: gdnTape,
+	Check:   checkGDN,
 }
 
 var gdnBwd = &Op{
@@ -66,6 +67,7 @@ var gdnBwd = &Op{
 		outDq, outDk, outDv, outDg, outDbeta, outDA, outDbias, outDh0},
 	Numbers: gdnNumbers,
 	Derived: gdnTape,
+	Check:   checkGDN,
 }
 
 var recurrentFwd = &Op{
@@ -74,6 +76,7 @@ var recurrentFwd = &Op{
 	Tensors: []TensorArg{argQ, argK, argV, argG, argGK, argGV, argBeta, argALog, argBias, argH0, argCu, outO, argHT, outTape},
 	Numbers: gdnNumbers,
 	Derived: recTape,
+	Check:   checkGDN,
 }
 
 var recurrentBwd = &Op{
@@ -83,4 +86,5 @@ var recurrentBwd = &Op{
 		outDq, outDk, outDv, outDg, outDgk, outDgv, outDbeta, outDA, outDbias, outDh0},
 	Numbers: gdnNumbers,
 	Derived: recTape,
+	Check:   checkGDN,
 }

@@ -1,0 +1,100 @@
+// The operators of the Gated DeltaNet family: arguments, choice of the form, and what is left to do when the units have run.
+#define REAL float
+#define FN(name) name##_f32
+#include "token.h"
+#undef REAL
+#undef FN
+#define REAL double
+#define FN(name) name##_f64
+#include "token.h"
+#undef REAL
+#undef FN
+
+// From 8 MB of traffic on, the rows of an output are not in the caches when somebody reads them.
+enum { STREAM_BYTES = 8 << 20 };
+static int64_t tensor_bytes(const gdnk_tensor *t) {
+	int64_t n = t->dtype ? size_of(t->dtype) : 0;
+	for (int i = 0; i < t->rank; i++) n *= t->shape[i];
+	return n;
+}
+static void setup(scan *s, const int64_t *size, double scale, const gdnk_tensor *tape) {
+	s->B = size[SZ_B], s->T = size[SZ_T], s->H = size[SZ_H], s->HV = size[SZ_HV], s->K = size[SZ_K], s->V = size[SZ_V], s->N = size[SZ_N];
+	s->G = s->H ? s->HV / s->H : 1;
+	s->KP = (s->K + 31) / 32 * 32, s->VP = (s->V + 31) / 32 * 32;
+	s->scale = s->scale64 = scale == 0 ? 1 / sqrt((double)s->K) : scale;
+	s->perv = s->beta.dtype && s->beta.rank == 4;
+	s->nstates = s->B * s->T / SEG;
+	if (tape->dtype) {
+		s->states = (float *)tape->data;
+		s->errors = s->states + s->HV * s->nstates * s->KP * s->VP;
+	}
+	// About eight value heads walk together; no fewer units than threads.
+	const int64_t threads = gdnk_get_num_threads(), most = s->G >= 8 ? 1 : 8 / s->G;
+	int64_t groups = (s->H + most - 1) / most;
+	if (s->N && groups * s->N % threads) groups = (groups + threads - 1) / threads * threads;
+	s->group = groups ? (s->H + groups - 1) / groups : 1;
+	s->groups = (s->H + s->group - 1) / s->group;
+}
+// Tokens that no sequence owns become zero.
+static void zero_rest(const scan *s, const gdnk_tensor *t) {
+	if (!s->cu.dtype) return;
+	const sequence q = s->N ? sequence_of(s, s->N - 1) : (sequence){0};
+	zero_tokens(t, q.t0 + q.len, s->T);
+}
+static int run_fwd(scan *s, int tokens) {
+	s->stream = (tokens ? 2 * tensor_bytes(&s->ht) : tensor_bytes(&s->o) + tensor_bytes(&s->v) + tensor_bytes(&s->q) + tensor_bytes(&s->k)) >= STREAM_BYTES;
+	scratch w;
+	if (s->q.dtype == GDNK_F64 ? token_run_f64(s, 0) : tokens ? token_run_f32(s, 0) : gdnk_parallel(s->N * s->groups, fwd_scratch(s, &w, NULL), fwd_unit, s)) return 1;
+	zero_rest(s, &s->o);
+	return 0;
+}
+static int run_bwd(scan *s, int tokens) {
+	s->stream = tensor_bytes(&s->dq) + tensor_bytes(&s->dk) + tensor_bytes(&s->dv) + tensor_bytes(&s->dout) >= STREAM_BYTES;
+	if (s->gate && !(s->sums = calloc(s->N * s->HV * 2 + 1, sizeof *s->sums))) return 1;
+	scratch w;
+	const int failed = s->q.dtype == GDNK_F64 ? token_run_f64(s, 1) : tokens ? token_run_f32(s, 1) : gdnk_parallel(s->N * s->groups, bwd_scratch(s, &w, NULL), bwd_unit, s);
+	if (!failed) {
+		for (int64_t hv = 0; hv < s->HV && s->sums; hv++) {
+			double dA = 0, db = 0;
+			for (int64_t n = 0; n < s->N; n++) dA += s->sums[(n * s->HV + hv) * 2], db += s->sums[(n * s->HV + hv) * 2 + 1];
+			if (s->dA.dtype) st1((char *)s->dA.data, s->dA.dtype, hv * s->dA.stride[0], dA);
+			if (s->dbias.dtype) st1((char *)s->dbias.data, s->dbias.dtype, hv * s->dbias.stride[0], db);
+		}
+		const gdnk_tensor *rows[] = {&s->dq, &s->dk, &s->dv, &s->dg, &s->dgk, &s->dgv, &s->dbeta};
+		for (int i = 0; i < 7; i++) zero_rest(s, rows[i]);
+	}
+	free(s->sums);
+	return failed;
+}
+
+#define TENSOR(op, name) c->t[T_##op##_##name]
+#define INT(op, name) c->i[N_##op##_##name]
+#define INPUTS(op)                                                                                           \
+	.q = TENSOR(op, q), .k = TENSOR(op, k), .v = TENSOR(op, v), .g = TENSOR(op, g), .beta = TENSOR(op, beta), .A_log = TENSOR(op, A_log), \
+	.dt_bias = TENSOR(op, dt_bias), .h0 = TENSOR(op, initial_state), .cu = TENSOR(op, cu_seqlens), .l2norm = INT(op, qk_l2norm), .gate = INT(op, gate), \
+	.beta_sigmoid = INT(op, beta_sigmoid), .beta_max = INT(op, neg_eigval) ? 2 : 1, .v_first = INT(op, state_v_first)
+#define GRADIENTS(op)                                                                                        \
+	.dout = TENSOR(op, dout), .dht = TENSOR(op, dht), .dq = TENSOR(op, dq), .dk = TENSOR(op, dk), .dv = TENSOR(op, dv), .dg = TENSOR(op, dg), .dbeta = TENSOR(op, dbeta), \
+	.dA = TENSOR(op, dA_log), .dbias = TENSOR(op, ddt_bias), .dh0 = TENSOR(op, dh0)
+
+static int op_fwd(const gdnk_call *c) {
+	scan s = {INPUTS(fwd), .o = TENSOR(fwd, o), .ht = TENSOR(fwd, final_state)};
+	setup(&s, c->size, c->f[N_fwd_scale], &TENSOR(fwd, tape));
+	return run_fwd(&s, 0);
+}
+static int op_bwd(const gdnk_call *c) {
+	scan s = {INPUTS(bwd), GRADIENTS(bwd)};
+	setup(&s, c->size, c->f[N_bwd_scale], &TENSOR(bwd, tape));
+	return run_bwd(&s, 0);
+}
+static int op_recurrent_fwd(const gdnk_call *c) {
+	scan s = {INPUTS(recurrent_fwd), .gk = TENSOR(recurrent_fwd, gk), .gv = TENSOR(recurrent_fwd, gv), .o = TENSOR(recurrent_fwd, o), .ht = TENSOR(recurrent_fwd, final_state)};
+	setup(&s, c->size, c->f[N_recurrent_fwd_scale], &TENSOR(recurrent_fwd, tape));
+	return run_fwd(&s, 1);
+}
+static int op_recurrent_bwd(const gdnk_call *c) {
+	scan s = {INPUTS(recurrent_bwd), GRADIENTS(recurrent_bwd), .gk = TENSOR(recurrent_bwd, gk), .gv = TENSOR(recurrent_bwd, gv), .dgk = TENSOR(recurrent_bwd, dgk),
+		.dgv = TENSOR(recurrent_bwd, dgv)};
+	setup(&s, c->size, c->f[N_recurrent_bwd_scale], &TENSOR(recurrent_bwd, tape));
+	return run_bwd(&s, 1);
+}

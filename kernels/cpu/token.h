@@ -1,0 +1,311 @@
+// The token form, forward and backward, in REAL (float or double): the recurrence itself, with decays per head, per key channel and per
+// value channel. It serves decoding and short sequences, and in double everything. Included once for each REAL; FN names the functions.
+//
+// Backward of a token, D the gradient of S_t:   D += scale q dO^T     dq = scale S dO     u = D^T k     dbeta = u e    dv = beta u
+//     dk = D (beta e) - S~ dv      dS~ = D - k dv^T      gates: sums of dS~ S~ over what they scale      D <- decay dS~
+// It needs S at every token. The tape has one state every SEG = LEAP * LEAP tokens; two levels of LEAP states are recomputed from it.
+#define VR ((int)(sizeof(vf) / sizeof(REAL)))
+typedef REAL FN(vr) __attribute__((vector_size(sizeof(vf))));
+typedef REAL FN(vru) __attribute__((vector_size(sizeof(vf)), aligned(sizeof(REAL)), may_alias));
+#define RLD(p) (*(const FN(vru) *)(p))
+#define RST(p, x) (*(FN(vru) *)(p) = (x))
+#define EXP(x) (sizeof(REAL) == 4 ? expf(x) : exp(x))
+
+typedef struct { // one token of one value head
+	REAL *k, *q, *ak, *dk, *dq, *dgk;               // [K]; ak: decay of each key channel, g included
+	REAL *v, *av, *be, *dout, *e, *acc, *w, *o, *dgv; // [VP]; av: decay of each value channel
+	REAL graw, g, amp, rk, rq;
+} FN(token);
+
+INL REAL FN(hsum)(FN(vr) x) {
+	REAL s = 0;
+	for (int i = 0; i < VR; i++) s += x[i];
+	return s;
+}
+// cols numbers of row 0 of a view, zero up to pad
+static void FN(row_in)(REAL *d, view v, int cols, int pad) {
+	if (sizeof(REAL) == 4) rows_in((float *)d, pad, v, 1, 1, cols);
+	else {
+		for (int c = 0; c < cols; c++) d[c] = ld1(v.p, v.type, c * v.col);
+		for (int c = cols; c < pad; c++) d[c] = 0;
+	}
+}
+static void FN(row_out)(const REAL *s, view v, int cols) {
+	if (sizeof(REAL) == 4) rows_out((const float *)s, cols, v, 1, cols, 0);
+	else
+		for (int c = 0; c < cols; c++) st1(v.p, v.type, c * v.col, s[c]);
+}
+static REAL FN(unit_row)(REAL *x, int n) {
+	double s = 1e-6;
+	for (int i = 0; i < n; i++) s += (double)x[i] * x[i];
+	const REAL r = 1 / sqrt(s);
+	for (int i = 0; i < n; i++) x[i] *= r;
+	return r;
+}
+// All of token t of value head hv: rows, decays as factors, effective beta
+static void FN(load)(const scan *s, FN(token) *w, const sequence *q, int64_t t, int64_t hv) {
+	const int K = s->K, V = s->V, VP = s->VP;
+	const int64_t h = hv / s->G, tok = q->t0 + t;
+	FN(row_in)(w->k, token_view(&s->k, q->b, tok, h), K, K);
+	FN(row_in)(w->q, token_view(&s->q, q->b, tok, h), K, K);
+	FN(row_in)(w->v, token_view(&s->v, q->b, tok, hv), V, VP);
+	w->rk = w->rq = 1;
+	if (s->l2norm) w->rk = FN(unit_row)(w->k, K), w->rq = FN(unit_row)(w->q, K);
+	REAL a = 1;
+	if (s->g.dtype) {
+		w->g = w->graw = ld1(token_view(&s->g, q->b, tok, hv).p, s->g.dtype, 0);
+		if (s->gate) {
+			w->amp = EXP((REAL)ld1((const char *)s->A_log.data, s->A_log.dtype, hv * s->A_log.stride[0]));
+			if (s->dt_bias.dtype) w->graw += ld1((const char *)s->dt_bias.data, s->dt_bias.dtype, hv * s->dt_bias.stride[0]);
+			// A softplus that underflows gives no decay, whatever the amplitude.
+			const REAL sp = w->graw > 30 ? w->graw : sizeof(REAL) == 4 ? log1pf(expf(w->graw)) : log1p(exp(w->graw));
+			w->g = sp == 0 ? 0 : -w->amp * sp;
+		}
+		a = EXP(w->g);
+	}
+	if (s->gk.dtype) FN(row_in)(w->ak, token_view(&s->gk, q->b, tok, hv), K, K);
+	for (int d = 0; d < K; d++) w->ak[d] = s->gk.dtype ? a * EXP(w->ak[d]) : a;
+	if (s->gv.dtype) FN(row_in)(w->av, token_view(&s->gv, q->b, tok, hv), V, VP);
+	for (int d = 0; d < VP; d++) w->av[d] = s->gv.dtype ? EXP(w->av[d]) : 1;
+	if (s->perv) FN(row_in)(w->be, token_view(&s->beta, q->b, tok, hv), V, VP);
+	else {
+		const REAL b = s->beta.dtype ? ld1(token_view(&s->beta, q->b, tok, hv).p, s->beta.dtype, 0) : 1;
+		for (int d = 0; d < VP; d++) w->be[d] = b;
+	}
+	if (s->beta_sigmoid) {
+		const int n = s->perv ? V : 1;
+		for (int d = 0; d < n; d++) w->be[d] = s->beta_max / (1 + EXP(-w->be[d]));
+		for (int d = n; d < VP; d++) w->be[d] = s->perv ? 0 : w->be[0];
+	}
+}
+// S~ in place of S [K][VP], its product with k, and the write; with a q also the read. From P to S, which may be the same.
+static void FN(step)(const scan *s, FN(token) *w, const REAL *P, REAL *S, int read) {
+	const int K = s->K, VP = s->VP;
+	for (int v = 0; v < VP; v += 4 * VR) {
+		const int nz = (VP - v) / VR < 4 ? (VP - v) / VR : 4;
+		FN(vr) acc[4] = {0}, av[4], x[4], o[4] = {0};
+		for (int z = 0; z < nz; z++) av[z] = RLD(w->av + v + z * VR);
+		for (int d = 0; d < K; d++)
+			for (int z = 0; z < nz; z++) {
+				FN(vr) u = RLD(P + (ptrdiff_t)d * VP + v + z * VR) * (w->ak[d] * av[z]);
+				RST(S + (ptrdiff_t)d * VP + v + z * VR, u);
+				acc[z] += w->k[d] * u;
+			}
+		for (int z = 0; z < nz; z++) x[z] = (RLD(w->v + v + z * VR) - acc[z]) * RLD(w->be + v + z * VR);
+		for (int d = 0; d < K; d++)
+			for (int z = 0; z < nz; z++) {
+				FN(vr) u = RLD(S + (ptrdiff_t)d * VP + v + z * VR) + w->k[d] * x[z];
+				RST(S + (ptrdiff_t)d * VP + v + z * VR, u);
+				if (read) o[z] += w->q[d] * u;
+			}
+		if (read)
+			for (int z = 0; z < nz; z++) RST(w->o + v + z * VR, o[z] * (REAL)s->scale64);
+	}
+}
+// D behind the token becomes D before it. P, S: states before and behind it.
+static void FN(step_bwd)(const scan *s, FN(token) *w, const REAL *P, const REAL *S, REAL *D, REAL *dg) {
+	const int K = s->K, VP = s->VP;
+	const REAL scale = s->scale64;
+	memset(w->acc, 0, sizeof(REAL) * VP);
+	memset(w->dgv, 0, sizeof(REAL) * VP);
+	memcpy(w->e, w->v, sizeof(REAL) * VP);
+	for (int d = 0; d < K; d++) {
+		FN(vr) x = {0};
+		const REAL *Pd = P + (ptrdiff_t)d * VP, *Sd = S + (ptrdiff_t)d * VP;
+		REAL *Dd = D + (ptrdiff_t)d * VP;
+		for (int v = 0; v < VP; v += VR) {
+			FN(vr) dout = RLD(w->dout + v), u = RLD(Dd + v) + scale * w->q[d] * dout;
+			RST(Dd + v, u);
+			RST(w->acc + v, RLD(w->acc + v) + w->k[d] * u);
+			RST(w->e + v, RLD(w->e + v) - w->k[d] * (w->ak[d] * RLD(w->av + v) * RLD(Pd + v)));
+			x += RLD(Sd + v) * dout;
+		}
+		w->dq[d] += scale * FN(hsum)(x);
+	}
+	for (int v = 0; v < VP; v += VR) RST(w->w + v, RLD(w->be + v) * RLD(w->acc + v)); // dv
+	*dg = 0;
+	for (int d = 0; d < K; d++) {
+		FN(vr) x = {0}, y = {0};
+		const REAL *Pd = P + (ptrdiff_t)d * VP;
+		REAL *Dd = D + (ptrdiff_t)d * VP;
+		for (int v = 0; v < VP; v += VR) {
+			FN(vr) dec = w->ak[d] * RLD(w->av + v), st = dec * RLD(Pd + v), u = RLD(Dd + v), dv = RLD(w->w + v);
+			x += u * (RLD(w->be + v) * RLD(w->e + v)) - st * dv;
+			u -= w->k[d] * dv;
+			FN(vr) gg = u * st;
+			y += gg;
+			RST(w->dgv + v, RLD(w->dgv + v) + gg);
+			RST(Dd + v, dec * u);
+		}
+		w->dk[d] += FN(hsum)(x);
+		w->dgk[d] = FN(hsum)(y);
+		*dg += w->dgk[d];
+	}
+}
+
+static void FN(token_state_in)(const scan *s, const gdnk_tensor *t, int64_t n, int64_t hv, REAL *S) {
+	const int K = s->K, V = s->V, VP = s->VP;
+	if (!t->dtype) {
+		memset(S, 0, sizeof(REAL) * K * VP);
+		return;
+	}
+	view v = state_view(t, n, hv, s->v_first);
+	if (sizeof(REAL) == 4) rows_in((float *)S, VP, v, K, K, V);
+	else
+		for (int d = 0; d < K; d++) FN(row_in)(S + (ptrdiff_t)d * VP, at(v, d), V, VP);
+}
+static void FN(token_state_out)(const scan *s, const gdnk_tensor *t, int64_t n, int64_t hv, const REAL *S) {
+	if (!t->dtype) return;
+	view v = state_view(t, n, hv, s->v_first);
+	if (sizeof(REAL) == 4) rows_out((const float *)S, s->VP, v, s->K, s->V, s->stream);
+	else
+		for (int d = 0; d < s->K; d++) FN(row_out)(S + (ptrdiff_t)d * s->VP, at(v, d), s->V);
+}
+// The tape's states are compact: [HV][nstates][K][V]
+static REAL *FN(tape_state)(const scan *s, const sequence *q, int64_t hv, int64_t seg) {
+	return (REAL *)s->states + (hv * s->nstates + q->seg + seg - 1) * s->K * s->V;
+}
+static REAL *FN(take)(char **p, int64_t n) {
+	REAL *r = (REAL *)*p;
+	*p += (n * (int64_t)sizeof(REAL) + 127) / 64 * 64;
+	return r;
+}
+static void FN(token_scratch)(const scan *s, FN(token) *w, char **p) {
+	REAL **k[] = {&w->k, &w->q, &w->ak, &w->dk, &w->dq, &w->dgk}, **v[] = {&w->v, &w->av, &w->be, &w->dout, &w->e, &w->acc, &w->w, &w->o, &w->dgv};
+	for (int i = 0; i < 6; i++) *k[i] = FN(take)(p, s->K);
+	for (int i = 0; i < 9; i++) *v[i] = FN(take)(p, s->VP);
+}
+
+static void FN(token_fwd)(void *ctx, int64_t unit, char *base) {
+	const scan *s = ctx;
+	const uint64_t fp = sizeof(REAL) == 4 ? flush_denormals() : 0;
+	const int64_t n = unit / s->HV, hv = unit % s->HV;
+	const sequence q = sequence_of(s, n);
+	FN(token) w;
+	char *p = base;
+	FN(token_scratch)(s, &w, &p);
+	REAL *S = FN(take)(&p, s->K * s->VP);
+	FN(token_state_in)(s, &s->h0, n, hv, S);
+	for (int64_t t = 0; t < q.len; t++) {
+		if (s->states && t && t % SEG == 0)
+			for (int d = 0; d < s->K; d++) memcpy(FN(tape_state)(s, &q, hv, t / SEG) + d * s->V, S + (ptrdiff_t)d * s->VP, sizeof(REAL) * s->V);
+		FN(load)(s, &w, &q, t, hv);
+		FN(step)(s, &w, S, S, 1);
+		FN(row_out)(w.o, token_view(&s->o, q.b, q.t0 + t, hv), s->V);
+	}
+	FN(token_state_out)(s, &s->ht, n, hv, S);
+	stream_fence();
+	if (sizeof(REAL) == 4) restore_denormals(fp);
+}
+
+enum { FN(LEAP) = 8 };
+static int64_t FN(token_bwd_scratch)(const scan *s, char *base) {
+	FN(token) w;
+	char *p = base;
+	FN(token_scratch)(s, &w, &p);
+	FN(take)(&p, 2 * SEG * s->K);
+	FN(take)(&p, (2 * FN(LEAP) + s->G) * s->K * s->VP);
+	return p - base;
+}
+static void FN(token_bwd)(void *ctx, int64_t unit, char *base) {
+	const scan *s = ctx;
+	const uint64_t fp = sizeof(REAL) == 4 ? flush_denormals() : 0;
+	const int64_t n = unit / s->H, h = unit % s->H, KV = s->K * s->VP;
+	const int K = s->K, V = s->V, LEAP = FN(LEAP);
+	const sequence q = sequence_of(s, n);
+	FN(token) w;
+	char *p = base;
+	FN(token_scratch)(s, &w, &p);
+	REAL *dk = FN(take)(&p, 2 * SEG * K), *dq = dk + SEG * K; // of a segment, summed over the value heads
+	REAL *far = FN(take)(&p, (2 * LEAP + s->G) * KV), *near = far + LEAP * KV, *D = near + LEAP * KV; // states before every LEAPth and every token
+	REAL *wdk = w.dk, *wdq = w.dq;
+	double sums[s->G][2];
+	memset(sums, 0, sizeof sums);
+	for (int64_t e = 0; e < s->G; e++) FN(token_state_in)(s, &s->dht, n, h * s->G + e, D + e * KV);
+	for (int64_t t0 = (q.len - 1) / SEG * SEG; t0 >= 0 && q.len; t0 -= SEG) {
+		const int len = q.len - t0 < SEG ? q.len - t0 : SEG;
+		memset(dk, 0, sizeof(REAL) * 2 * SEG * K);
+		for (int64_t hv = h * s->G; hv < (h + 1) * s->G; hv++) {
+			REAL *Dv = D + (hv - h * s->G) * KV;
+			if (t0) {
+				memset(far, 0, sizeof(REAL) * KV);
+				for (int d = 0; d < K; d++) memcpy(far + (ptrdiff_t)d * s->VP, FN(tape_state)(s, &q, hv, t0 / SEG) + d * V, sizeof(REAL) * V);
+			} else FN(token_state_in)(s, &s->h0, n, hv, far);
+			for (int i = 0; i < (len - 1) / LEAP * LEAP; i++) {
+				REAL *to = far + (i / LEAP + 1) * KV;
+				FN(load)(s, &w, &q, t0 + i, hv);
+				FN(step)(s, &w, i % LEAP ? to : to - KV, to, 0);
+			}
+			for (int f = (len - 1) / LEAP; f >= 0; f--) {
+				const int first = f * LEAP, m = len - first < LEAP ? len - first : LEAP;
+				memcpy(near, far + f * KV, sizeof(REAL) * KV);
+				// far + f is read for the last time: it takes the state behind the last token.
+				for (int i = 0; i < m; i++) {
+					FN(load)(s, &w, &q, t0 + first + i, hv);
+					FN(step)(s, &w, near + i * KV, i + 1 < m ? near + (i + 1) * KV : far + f * KV, 0);
+				}
+				for (int i = m - 1; i >= 0; i--) {
+					const int64_t tok = q.t0 + t0 + first + i;
+					REAL dg;
+					FN(load)(s, &w, &q, t0 + first + i, hv);
+					FN(row_in)(w.dout, token_view(&s->dout, q.b, tok, hv), V, s->VP);
+					memset(wdk, 0, sizeof(REAL) * K);
+					memset(wdq, 0, sizeof(REAL) * K);
+					FN(step_bwd)(s, &w, near + i * KV, i + 1 < m ? near + (i + 1) * KV : far + f * KV, Dv, &dg);
+					REAL yk = 0, yq = 0;
+					if (s->l2norm)
+						for (int d = 0; d < K; d++) yk += wdk[d] * w.k[d], yq += wdq[d] * w.q[d];
+					for (int d = 0; d < K; d++) {
+						dk[(first + i) * K + d] += s->l2norm ? w.rk * (wdk[d] - yk * w.k[d]) : wdk[d];
+						dq[(first + i) * K + d] += s->l2norm ? w.rq * (wdq[d] - yq * w.q[d]) : wdq[d];
+					}
+					FN(row_out)(w.w, token_view(&s->dv, q.b, tok, hv), V);
+					if (s->dgk.dtype) FN(row_out)(w.dgk, token_view(&s->dgk, q.b, tok, hv), K);
+					if (s->dgv.dtype) FN(row_out)(w.dgv, token_view(&s->dgv, q.b, tok, hv), V);
+					if (s->gate) { // where dg is 0 so are both gradients: amplitude and g may be infinite there
+						double *sum = sums[hv - h * s->G];
+						sum[0] += dg == 0 ? 0 : (double)dg * w.g;
+						dg = dg == 0 ? 0 : -w.amp / (1 + EXP(-w.graw)) * dg;
+						sum[1] += dg;
+					}
+					if (s->dg.dtype) st1(token_view(&s->dg, q.b, tok, hv).p, s->dg.dtype, 0, dg);
+					if (s->dbeta.dtype) {
+						REAL sum = 0;
+						for (int v = 0; v < V; v++) {
+							REAL x = w.acc[v] * w.e[v];
+							if (s->beta_sigmoid) x *= w.be[v] * (1 - w.be[v] / s->beta_max);
+							w.acc[v] = x;
+							sum += x;
+						}
+						if (!s->perv) w.acc[0] = sum;
+						view b = token_view(&s->dbeta, q.b, tok, hv);
+						FN(row_out)(w.acc, b, s->perv ? V : 1);
+					}
+				}
+			}
+		}
+		for (int i = 0; i < len; i++) {
+			FN(row_out)(dk + i * K, token_view(&s->dk, q.b, q.t0 + t0 + i, h), K);
+			FN(row_out)(dq + i * K, token_view(&s->dq, q.b, q.t0 + t0 + i, h), K);
+		}
+	}
+	for (int64_t e = 0; e < s->G; e++) {
+		const int64_t hv = h * s->G + e;
+		FN(token_state_out)(s, &s->dh0, n, hv, D + e * KV);
+		if (s->sums) memcpy(s->sums + (n * s->HV + hv) * 2, sums[e], sizeof sums[0]);
+	}
+	stream_fence();
+	if (sizeof(REAL) == 4) restore_denormals(fp);
+}
+static int FN(token_run)(scan *s, int backward) {
+	char *p = NULL;
+	FN(token) w;
+	if (backward) return gdnk_parallel(s->N * s->H, FN(token_bwd_scratch)(s, NULL), FN(token_bwd), s);
+	FN(token_scratch)(s, &w, &p);
+	FN(take)(&p, s->K * s->VP);
+	return gdnk_parallel(s->N * s->HV, p - (char *)NULL, FN(token_fwd), s);
+}
+#undef VR
+#undef RLD
+#undef RST
+#undef EXP
