@@ -19,7 +19,7 @@ const (
 )
 
 // DTypes describes every DType by its number: DLPack's code and bits, and the name that messages use.
-var DTypes = []struct {
+var DTypes = [...]struct {
 	Name string
 	Code uint8
 	Bits uint8
@@ -46,7 +46,7 @@ const (
 func (d DType) String() string { return DTypes[d].Name }
 
 // Size is the number of bytes of an element.
-func (d DType) Size() int64 { return int64(DTypes[d].Bits) / 8 }
+func (d DType) Size() int64 { return int64(DTypes[d].Bits >> 3) }
 
 // DeviceType is DLPack's number of a kind of device.
 type DeviceType int32
@@ -103,8 +103,8 @@ var _ = [1]struct{}{}[unsafe.Sizeof(dlTensor{})-48]
 
 // dtype is None where the library has no such type.
 func (t dlDataType) dtype() DType {
-	for d := F32; d <= I64; d++ {
-		if t.code == DTypes[d].Code && t.bits == DTypes[d].Bits && t.lanes == 1 {
+	for d := F32; d <= I64 && t.lanes == 1; d++ {
+		if t.code == DTypes[d].Code && t.bits == DTypes[d].Bits {
 			return d
 		}
 	}

@@ -2,6 +2,8 @@
 // checked Call, and the Backend interface.
 package core
 
+import "sync"
+
 // Role says how an operator uses a tensor.
 type Role uint8
 
@@ -30,6 +32,10 @@ type Op struct {
 	Tensors []TensorArg
 	Numbers []NumberArg
 	Derived []Derived
+	Check   func(*Call) error // relations that no shape expresses; nil if there are none
+
+	once sync.Once // guards plan, which Decode makes at the operator's first call
+	plan *plan
 }
 
 // TensorArg is one tensor of an operator.
