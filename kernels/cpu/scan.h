@@ -35,28 +35,25 @@ enum { C = 16, FC = RB == 8 ? 8 : C, SEG = 64, NCS = SEG / C, TOK = C / VW }; //
 typedef struct {
 	struct {
 		const char *p;
-		ptrdiff_t step;
+		ptrdiff_t step; // from row to row, in bytes
 		int rows, lines;
-	} run[10];
-	int at, end;
+	} run[12];
+	int at, end, line; // the next request: run, and line of its first row
 } prefetch;
 INL void pf_rows(prefetch *q, view v, int rows, int cols) {
-	if (v.col != 1 || rows <= 0) return;
+	if (v.col != 1 || rows <= 0 || q->end == 12) return;
 	q->run[q->end].p = v.p;
 	q->run[q->end].step = v.row * size_of(v.type);
 	q->run[q->end].rows = rows;
 	q->run[q->end++].lines = (cols * size_of(v.type) + 63) / 64;
 }
-INL void pf_floats(prefetch *q, const float *p, int64_t n) {
-	q->run[q->end].p = (const char *)p;
-	q->run[q->end].step = 512;
-	q->run[q->end].rows = (int)((n + 127) / 128);
-	q->run[q->end++].lines = 8;
-}
-INL void pf(prefetch *q) {
+INL void pf(prefetch *q, int n) {
 	if (q->at == q->end) return;
-	const char *p = q->run[q->at].p;
-	for (int i = 0; i < q->run[q->at].lines; i++) __builtin_prefetch(p + 64 * i, 0, 2);
+	const char *p = q->run[q->at].p + q->line * 64;
+	UNROLL for (int i = 0; i < n; i++) __builtin_prefetch(p + 64 * i, 0, 3); // beyond a row's end: harmless
+	q->line += n;
+	if (q->line < q->run[q->at].lines) return;
+	q->line = 0;
 	q->run[q->at].p += q->run[q->at].step;
 	if (--q->run[q->at].rows == 0) q->at++;
 }
@@ -229,7 +226,7 @@ INL void load_beta(const scan *s, int c, chunk *w, const sequence *q, int64_t t,
 		for (int d = 0; d < PW; d += VW) ST(w->be + i * PW + d, bc(x[i]));
 	}
 }
-// The rows as the products with the state want them: X = [first b ; second b], KD = K d
+// The rows as the products with the state want them: X = [first b ; second b], KD = K d.
 INL void decay_rows(const scan *s, int c, chunk *w, const float *first, float f1, const float *second, float f2, const float *k) {
 	const int KP = s->KP;
 	for (int i = 0; i < c; i++) {
@@ -263,7 +260,7 @@ INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const 
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
-		pf(Q);                                                                                               \
+		pf(Q, 4);                                                                                               \
 		tile(m, a, KP, c->X + (r) * KP, KP, 1, S, PW);                                                       \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = LD(v.p + (r + i) * v.ld + z * VW) - a[i][z]; \
 		for (int j = 0; j < r; j++) {                                                                        \
@@ -288,7 +285,7 @@ INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const 
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
-		pf(Q);                                                                                               \
+		pf(Q, 4);                                                                                               \
 		tile(m, a, KP, c->X + (FC + r) * KP, KP, 1, S, PW);                                                   \
 		for (int j = 0; j < r; j++) tile_step(m, a, c->PG + (r) * C + j, C, VN + j * PW);                    \
 		UNROLL for (int j = 0; j < m; j++) {                                                                 \
@@ -310,7 +307,7 @@ INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const 
 	UNROLL for (int j = 0; j < FC; j++) UNROLL for (int z = 0; z < NR; z++) x[j][z] = LD(VN + j * PW + z * VW);
 	for (int d = 0; d < KP; d += 4) {
 		vf a[4][NR];
-		if (d % 8 == 0) pf(Q);
+		if (d % 8 == 0) pf(Q, 4);
 		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(c->eLv[d + i]) * LD(S + (d + i) * PW + z * VW);
 		UNROLL for (int j = 0; j < FC; j++)
 			UNROLL for (int i = 0; i < 4; i++) {
@@ -325,7 +322,7 @@ INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const 
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		float *Sr = S + (d + r) * PW;                                                                        \
-		pf(Q);                                                                                               \
+		pf(Q, 4);                                                                                            \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(c->eLv[d + r + i]) * LD(Sr + i * PW + z * VW); \
 		tile(m, a, FC, c->KD + d + r, 1, KP, VN, PW);                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST(Sr + i * PW + z * VW, a[i][z]); \
@@ -428,7 +425,8 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 				const int m = q.len - t < FC ? q.len - t : FC;
 				load_keys(s, FC, &w.key, &q, t, m, h);
 				// what runs next: this segment's next chunk, the next head's first, or the next segment's
-				prefetch Q = {.at = 0, .end = 0};
+				prefetch Q;
+				Q.at = Q.end = Q.line = 0;
 				int64_t tn = t + FC, hn = h;
 				if (tn >= t0 + SEG || tn >= q.len) hn = h + 1 < h1 ? h + 1 : h0, tn = h + 1 < h1 ? t0 : t0 + SEG;
 				if (tn < q.len) {
@@ -515,7 +513,7 @@ NOINL void solve_back(const scan *s, chunk *c, scratch *w, const float *D, const
 			UNROLL for (int i = 0; i < TM; i++) UNROLL for (int z = 0; z < TOK; z++) a[i][z] = bc(0);
 			for (int p = 0; p < KP; p += PW) {
 				const float *A = D + (ptrdiff_t)p * VP + (v + r) * PW, *B = w->KDT + p * C;
-				pf(Q);
+				pf(Q, 8);
 				_Pragma("GCC unroll 2") for (int d = 0; d < PW; d++) {
 					vf b[TOK];
 					UNROLL for (int z = 0; z < TOK; z++) b[z] = LD(B + d * C + z * VW);
@@ -557,7 +555,7 @@ NOINL void sweep(const scan *s, const chunk *c, scratch *w, float *D, const floa
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
-		pf(Q);                                                                                               \
+		pf(Q, 8);                                                                                               \
 		tile(m, a, VP, (A) + (r) * VP, VP, 1, B, PW);                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST((out) + (r + i) * PW + z * VW, a[i][z]); \
 	}
@@ -579,7 +577,7 @@ NOINL void sweep(const scan *s, const chunk *c, scratch *w, float *D, const floa
 		vf a[RB][NR];                                                                                        \
 		float *Dr = Dp + (v + r) * PW;                                                                       \
 		const float *Sr = Sp + (v + r) * PW;                                                                 \
-		pf(Q);                                                                                               \
+		pf(Q, 8);                                                                                               \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) {                             \
 			vf x = LD(Dr + i * PW + z * VW);                                                                 \
 			sum[z] += x * LD(Sr + i * PW + z * VW);                                                          \
@@ -744,7 +742,8 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 					if (i + 1 < nc) next_state(s, c, w.ST + i * KV, w.ST + (i + 1) * KV);
 				}
 				for (int i = nc - 1; i >= 0; i--) {
-					prefetch Q = {.at = 0, .end = 0};
+					prefetch Q;
+					Q.at = Q.end = Q.line = 0;
 					const int64_t t = t0 + i * C, hn = hv + 1 < h1 * s->G ? hv + 1 : h0 * s->G, tn = hn > hv ? t0 : t0 - SEG;
 					// The next chunk's dO, and for what runs after this segment of this head, as much as belongs to one chunk.
 					if (i) pf_rows(&Q, token_view(&s->dout, q.b, q.t0 + t - C, hv), C, s->V);
@@ -753,8 +752,8 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 						const int64_t u = tn + i * C;
 						pf_rows(&Q, token_view(&s->q, q.b, q.t0 + u, hn / s->G), C, s->K);
 						pf_rows(&Q, token_view(&s->k, q.b, q.t0 + u, hn / s->G), C, s->K);
-						pf_floats(&Q, s->errors + (hn * BT + q.row + u) * VP, C * VP);
-						if (tn) pf_floats(&Q, s->states + (hn * s->nstates + q.seg + tn / SEG - 1) * KV + i * KV / NCS, KV / NCS);
+						pf_rows(&Q, (view){(char *)(s->errors + (hn * BT + q.row + u) * VP), GDNK_F32, VP, 1}, C, VP);
+						if (tn) pf_rows(&Q, (view){(char *)(s->states + (hn * s->nstates + q.seg + tn / SEG - 1) * KV + i * KV / NCS), GDNK_F32, 128, 1}, (KV / NCS + 127) / 128, 128);
 					}
 					bwd_chunk(s, &w.c[i], &w, &q, t, hv, D, w.ST + i * KV, &key[i], w.e + i * C * VP, w.dqk + i * C * KP, w.dqk + (SEG + i * C) * KP, hv > h * s->G,
 						sums[hv - h0 * s->G], &Q);
