@@ -215,6 +215,9 @@ func (c *Call) readView(p *plan, i int, d *dlTensor) *Error {
 		return c.invalid("%s has rank %d and no shape (NULL)", c.Op.Tensors[i].Name, rank)
 	}
 	t.Rank = d.ndim
+	if d.data != 0 { // an empty tensor may have none
+		t.Data = d.data + uintptr(d.byteOffset)
+	}
 	copy(t.Shape[:], unsafe.Slice(d.shape, rank))
 	if d.strides != nil {
 		copy(t.Stride[:], unsafe.Slice(d.strides, rank))
@@ -260,7 +263,6 @@ func (c *Call) readView(p *plan, i int, d *dlTensor) *Error {
 	case d.data == 0:
 		return c.invalid("%s has shape %v and no data (NULL)", c.Op.Tensors[i].Name, t.Shape[:rank])
 	}
-	t.Data = d.data + uintptr(d.byteOffset)
 	size := uintptr(t.DType.Size())
 	s := span{t.Data - uintptr(below)*size, t.Data + uintptr(above+1)*size}
 	if t.Data < d.data || s.lo > t.Data || s.hi <= t.Data || s.lo < firstPage {

@@ -1,0 +1,80 @@
+package core
+
+import (
+	"slices"
+	"testing"
+)
+
+func TestExpr(t *testing.T) {
+	names := []string{"A", "B"}
+	for _, test := range []struct {
+		text string
+		a, b int64
+		want int64
+		ok   bool
+	}{
+		{"A+B*2", 3, 4, 11, true},
+		{"(A+B)*2", 3, 4, 14, true},
+		{"A*B//5*5", 3, 4, 10, true},
+		{" ( A + 31 ) // 32 * 32 ", 33, 0, 64, true},
+		{"A*B", 1 << 40, 1 << 40, 0, false},
+		{"A*B*2", 1 << 30, 1 << 27, 0, false},
+		{"A+B", maxSize, 1, 0, false},
+		{"A*B", 1 << 62, 0, 0, true},
+		{"A//B", 1, 0, 0, false},
+	} {
+		got, ok := parseExpr(test.text, names).eval(&[MaxSizes]int64{test.a, test.b})
+		if ok != test.ok || ok && got != test.want {
+			t.Errorf("%s with A=%d B=%d: %d, %v", test.text, test.a, test.b, got, ok)
+		}
+	}
+	for _, text := range []string{"", "A+", "(A", "A)", "C", "A B", "A-B", "A/B"} {
+		if !panics(func() { parseExpr(text, names) }) {
+			t.Errorf("%q is taken for an expression", text)
+		}
+	}
+}
+
+func panics(f func()) (p bool) {
+	defer func() { p = recover() != nil }()
+	f()
+	return
+}
+
+func TestTable(t *testing.T) {
+	if want := []string{"B", "T", "H", "HV", "K", "V", "N"}; !slices.Equal(Letters, want) {
+		t.Errorf("Letters are %v, the decoder counts on %v", Letters, want)
+	}
+	seen := map[string]bool{}
+	for _, op := range Ops {
+		if seen[op.Name] {
+			t.Errorf("two operators are called %s", op.Name)
+		}
+		seen[op.Name] = true
+		fields := map[string]bool{}
+		for i := range op.Tensors {
+			a := &op.Tensors[i]
+			if fields[a.Name] || a.Doc == "" {
+				t.Errorf("%s: %s is there twice, or has no doc", op.Name, a.Name)
+			}
+			fields[a.Name] = true
+			// The decoder looks for With and Like among the tensors it has read already.
+			for _, other := range []string{a.With, a.Like} {
+				if other != "" && !fields[other] {
+					t.Errorf("%s: %s refers to %s, which does not come before it", op.Name, a.Name, other)
+				}
+			}
+		}
+		for _, n := range op.Numbers {
+			if fields[n.Name] {
+				t.Errorf("%s: %s is there twice", op.Name, n.Name)
+			}
+			fields[n.Name] = true
+		}
+		op.compiled() // panics where the row is wrong
+	}
+	broken := &Op{Name: "broken", Tensors: []TensorArg{{Name: "x", Role: In, Dims: "B"}, {Name: "y", Role: OptIn, Dims: "T"}}}
+	if !panics(func() { newPlan(broken) }) {
+		t.Error("a size that only an optional tensor gives is accepted")
+	}
+}
