@@ -257,7 +257,7 @@ func (c *Call) readView(p *plan, i int, d *dlTensor) *Error {
 	c.spans[i] = span{}
 	switch {
 	case !fits:
-		return c.outside(i)
+		return c.outside(i, d)
 	case empty:
 		return nil
 	case d.data == 0:
@@ -266,7 +266,7 @@ func (c *Call) readView(p *plan, i int, d *dlTensor) *Error {
 	size := uintptr(t.DType.Size())
 	s := span{t.Data - uintptr(below)*size, t.Data + uintptr(above+1)*size}
 	if t.Data < d.data || s.lo > t.Data || s.hi <= t.Data || s.lo < firstPage {
-		return c.outside(i)
+		return c.outside(i, d)
 	}
 	if t.Data&(size-1) != 0 {
 		return c.invalid("%s is at address %#x, expected a multiple of %d for %v", c.Op.Tensors[i].Name, t.Data, size, t.DType)
@@ -275,10 +275,13 @@ func (c *Call) readView(p *plan, i int, d *dlTensor) *Error {
 	return nil
 }
 
-func (c *Call) outside(i int) *Error {
+func (c *Call) outside(i int, d *dlTensor) *Error {
 	t := &c.Tensors[i]
-	return c.invalid("%s has shape %v and strides %v from address %#x, which no memory can hold", c.Op.Tensors[i].Name, t.Shape[:t.Rank],
-		t.Stride[:t.Rank], t.Data)
+	strides := ""
+	if d.strides != nil {
+		strides = fmt.Sprintf(" and strides %v", unsafe.Slice(d.strides, t.Rank))
+	}
+	return c.invalid("%s has shape %v%s at address %#x, which no memory can hold", c.Op.Tensors[i].Name, t.Shape[:t.Rank], strides, t.Data)
 }
 
 func (c *Call) checkDType(p *plan, i int, came dlDataType) *Error {

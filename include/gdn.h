@@ -14,6 +14,8 @@
 //	B batch   T tokens   H heads of q and k   HV heads of v   K size of a key   V size of a value
 //	N sequences: the length of cu_seqlens less one, or B without it
 //
+// A size that follows from others, such as TAPE, has a function beside the struct.
+//
 // "float" is float32, bfloat16, float16 or float64. Any strides will do, strides NULL means compact; an output may be strided, but neither
 // its own elements nor those of two tensors may overlap where one is an output. A size may be 0 where nothing else is said, data may then
 // be NULL. Every argument is checked before anything is written. A NULL tensor is one that is not given.
@@ -52,9 +54,6 @@ enum {
 
 // Gated DeltaNet in chunk form: S~ = exp(g) S, e = v - S~^T k, S = S~ + k (beta e)^T, o = scale S^T q for each
 // token (arXiv:2412.06464).
-// KP = (K+31)//32*32, where // divides as integers
-// VP = (V+31)//32*32
-// TAPE = HV*(B*T//64*KP*VP + B*T*VP)
 typedef struct gdn_fwd_args {
 	uint32_t size;     // sizeof(gdn_fwd_args)
 	uint32_t reserved; // 0
@@ -104,10 +103,15 @@ typedef struct gdn_fwd_args {
 
 int32_t gdn_fwd(const gdn_fwd_args *args);
 
+// The size TAPE of gdn_fwd.
+static inline int64_t gdn_fwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	int64_t KP = (K+31)/32*32;
+	int64_t VP = (V+31)/32*32;
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)KP, (void)VP; // not every operator needs all
+	return HV*(B*T/64*KP*VP + B*T*VP);
+}
+
 // Gradients of gdn_fwd.
-// KP = (K+31)//32*32, where // divides as integers
-// VP = (V+31)//32*32
-// TAPE = HV*(B*T//64*KP*VP + B*T*VP)
 typedef struct gdn_bwd_args {
 	uint32_t size;     // sizeof(gdn_bwd_args)
 	uint32_t reserved; // 0
@@ -175,9 +179,16 @@ typedef struct gdn_bwd_args {
 
 int32_t gdn_bwd(const gdn_bwd_args *args);
 
+// The size TAPE of gdn_bwd.
+static inline int64_t gdn_bwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	int64_t KP = (K+31)/32*32;
+	int64_t VP = (V+31)/32*32;
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)KP, (void)VP; // not every operator needs all
+	return HV*(B*T/64*KP*VP + B*T*VP);
+}
+
 // Gated DeltaNet token by token, for decoding and short sequences: as gdn_fwd, with S~ = exp(g) diag(exp(gk)) S
 // diag(exp(gv)).
-// TAPE = HV*(B*T//64)*K*V, where // divides as integers
 typedef struct gdn_recurrent_fwd_args {
 	uint32_t size;     // sizeof(gdn_recurrent_fwd_args)
 	uint32_t reserved; // 0
@@ -231,8 +242,13 @@ typedef struct gdn_recurrent_fwd_args {
 
 int32_t gdn_recurrent_fwd(const gdn_recurrent_fwd_args *args);
 
+// The size TAPE of gdn_recurrent_fwd.
+static inline int64_t gdn_recurrent_fwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every operator needs all
+	return HV*(B*T/64)*K*V;
+}
+
 // Gradients of gdn_recurrent_fwd.
-// TAPE = HV*(B*T//64)*K*V, where // divides as integers
 typedef struct gdn_recurrent_bwd_args {
 	uint32_t size;     // sizeof(gdn_recurrent_bwd_args)
 	uint32_t reserved; // 0
@@ -307,6 +323,12 @@ typedef struct gdn_recurrent_bwd_args {
 } gdn_recurrent_bwd_args;
 
 int32_t gdn_recurrent_bwd(const gdn_recurrent_bwd_args *args);
+
+// The size TAPE of gdn_recurrent_bwd.
+static inline int64_t gdn_recurrent_bwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every operator needs all
+	return HV*(B*T/64)*K*V;
+}
 
 // The sentence of this thread's last failed call: operator, argument, what came, what was expected. Empty after success. Good until the
 // thread's next call.

@@ -23,6 +23,8 @@ const headerBegin = `// libgdn %[1]s: Gated DeltaNet on DLPack tensors. Generate
 //	B batch   T tokens   H heads of q and k   HV heads of v   K size of a key   V size of a value
 //	N sequences: the length of cu_seqlens less one, or B without it
 //
+// A size that follows from others, such as TAPE, has a function beside the struct.
+//
 // "float" is float32, bfloat16, float16 or float64. Any strides will do, strides NULL means compact; an output may be strided, but neither
 // its own elements nor those of two tensors may overlap where one is an output. A size may be 0 where nothing else is said, data may then
 // be NULL. Every argument is checked before anything is written. A NULL tensor is one that is not given.
@@ -97,13 +99,6 @@ func header() string {
 
 func writeOp(b *strings.Builder, op *core.Op) {
 	comment(b, "", op.Doc)
-	for i, d := range op.Derived {
-		text := d.Name + " = " + d.Expr
-		if i == 0 {
-			text += ", where // divides as integers"
-		}
-		comment(b, "", text)
-	}
 	fmt.Fprintf(b, "typedef struct gdn_%s_args {\n\tuint32_t size;     // sizeof(gdn_%s_args)\n\tuint32_t reserved; // 0\n", op.Name, op.Name)
 	for i := range op.Tensors {
 		a := &op.Tensors[i]
@@ -129,7 +124,31 @@ func writeOp(b *strings.Builder, op *core.Op) {
 		fmt.Fprintf(b, "\tint64_t %s;\n", n.Name)
 	}
 	fmt.Fprintf(b, "} gdn_%s_args;\n\nint32_t gdn_%s(const gdn_%s_args *args);\n\n", op.Name, op.Name, op.Name)
+	writeSizes(b, op)
 }
+
+// writeSizes writes a function for each size that a caller has to compute before he can allocate.
+func writeSizes(b *strings.Builder, op *core.Op) {
+	for n, d := range op.Derived {
+		used := false
+		for i := range op.Tensors {
+			used = used || strings.Contains(" "+op.Tensors[i].Dims+" ", " "+d.Name+" ")
+		}
+		if !used {
+			continue
+		}
+		fmt.Fprintf(b, "// The size %s of gdn_%s.\nstatic inline int64_t gdn_%s_%s(int64_t %s) {\n", d.Name, op.Name, op.Name, d.Name, strings.Join(core.Letters, ", int64_t "))
+		silence := append([]string{}, core.Letters...)
+		for _, earlier := range op.Derived[:n] {
+			fmt.Fprintf(b, "\tint64_t %s = %s;\n", earlier.Name, cExpr(earlier.Expr))
+			silence = append(silence, earlier.Name)
+		}
+		fmt.Fprintf(b, "\t(void)%s; // not every operator needs all\n\treturn %s;\n}\n\n", strings.Join(silence, ", (void)"), cExpr(d.Expr))
+	}
+}
+
+// cExpr is a Derived expression in C: sizes are not negative, so both divisions round alike.
+func cExpr(e string) string { return strings.ReplaceAll(e, "//", "/") }
 
 // describe says everything that is checked of a tensor, then what it means.
 func describe(op *core.Op, a *core.TensorArg) string {

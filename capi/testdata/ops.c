@@ -1,0 +1,69 @@
+// Right calls of every operator give the right numbers. The gradients, for dout = (1 0), with be = beta e and the transposed recurrence:
+//	dS = q dout^T = (1 0; 2 0)     d(be) = dS^T k = (-1 0)     dbeta = e.d(be) = -6     de = dv = (-1/2 0)     dq = S dout = (4 0)
+//	dk = dS be - S~ de = (3 6) + (1/2 3/2)     dS~ = dS - k de^T = (3/2 0; 3/2 0)     dg = sum(dS~ S~) = 6     dh0 = dS~/2
+#include "check.h"
+
+int main(void) {
+	one_token x;
+	set_one_token(&x);
+	int64_t tape_size = gdn_fwd_TAPE(1, 1, 1, 1, 2, 2, 1);
+	float *tape = calloc((size_t)tape_size, sizeof *tape);
+	tensor ttape;
+	x.a.tape = &view(&ttape, tape, 1, tape_size, 0, 0, 0)->t;
+	CHECK(gdn_supports("fwd", &x.a) == GDN_OK);
+	CHECK(x.o[0] == 0 && x.o[1] == 0); // asking runs nothing
+	CHECK(gdn_fwd(&x.a) == GDN_OK);
+	CHECK(same(x.o, want_o, 2) && same(x.ht, want_ht, 4));
+	CHECK(strcmp(gdn_last_error(), "") == 0);
+
+	float dout[2] = {1, 0}, dq[2], dk[2], dv[2], dg[1], dbeta[1], dh0[4];
+	tensor tdout, tdq, tdk, tdv, tdg, tdbeta, tdh0;
+	gdn_bwd_args b = {0};
+	b.size = sizeof b;
+	b.q = x.a.q, b.k = x.a.k, b.v = x.a.v, b.g = x.a.g, b.beta = x.a.beta, b.initial_state = x.a.initial_state, b.tape = x.a.tape;
+	b.dout = &view(&tdout, dout, 4, 1, 1, 1, 2)->t;
+	b.dq = &view(&tdq, dq, 4, 1, 1, 1, 2)->t;
+	b.dk = &view(&tdk, dk, 4, 1, 1, 1, 2)->t;
+	b.dv = &view(&tdv, dv, 4, 1, 1, 1, 2)->t;
+	b.dg = &view(&tdg, dg, 3, 1, 1, 1, 0)->t;
+	b.dbeta = &view(&tdbeta, dbeta, 3, 1, 1, 1, 0)->t;
+	b.dh0 = &view(&tdh0, dh0, 4, 1, 1, 2, 2)->t;
+	b.scale = 1;
+	static const double want_dq[] = {4, 0}, want_dk[] = {3.5, 7.5}, want_dv[] = {-0.5, 0}, want_dg[] = {6}, want_dbeta[] = {-6},
+	                    want_dh0[] = {0.75, 0, 0.75, 0};
+	CHECK(gdn_bwd(&b) == GDN_OK);
+	CHECK(same(dq, want_dq, 2) && same(dk, want_dk, 2) && same(dv, want_dv, 2) && same(dg, want_dg, 1) && same(dbeta, want_dbeta, 1) &&
+	      same(dh0, want_dh0, 4));
+	free(tape);
+
+	// The same by the token form.
+	gdn_recurrent_fwd_args r = {0};
+	tensor ttokens;
+	int64_t tokens_size = gdn_recurrent_fwd_TAPE(1, 1, 1, 1, 2, 2, 1);
+	float *tokens = calloc((size_t)tokens_size + 1, sizeof *tokens);
+	set_one_token(&x);
+	r.size = sizeof r;
+	r.q = x.a.q, r.k = x.a.k, r.v = x.a.v, r.g = x.a.g, r.beta = x.a.beta, r.initial_state = x.a.initial_state;
+	r.o = x.a.o, r.final_state = x.a.final_state, r.tape = &view(&ttokens, tokens, 1, tokens_size, 0, 0, 0)->t;
+	r.scale = 1;
+	CHECK(gdn_recurrent_fwd(&r) == GDN_OK);
+	CHECK(same(x.o, want_o, 2) && same(x.ht, want_ht, 4));
+
+	gdn_recurrent_bwd_args rb = {0};
+	rb.size = sizeof rb;
+	rb.q = b.q, rb.k = b.k, rb.v = b.v, rb.g = b.g, rb.beta = b.beta, rb.initial_state = b.initial_state, rb.tape = r.tape, rb.dout = b.dout;
+	rb.dq = b.dq, rb.dk = b.dk, rb.dv = b.dv, rb.dg = b.dg, rb.dbeta = b.dbeta, rb.dh0 = b.dh0;
+	rb.scale = 1;
+	memset(dk, 0, sizeof dk);
+	CHECK(gdn_recurrent_bwd(&rb) == GDN_OK);
+	CHECK(same(dq, want_dq, 2) && same(dk, want_dk, 2) && same(dv, want_dv, 2) && same(dg, want_dg, 1) && same(dbeta, want_dbeta, 1) &&
+	      same(dh0, want_dh0, 4));
+
+	free(tokens);
+
+	CHECK(strcmp(gdn_version(), GDN_VERSION) == 0);
+	CHECK(strstr(gdn_build_info(), "libgdn " GDN_VERSION) && strstr(gdn_build_info(), gdn_isa()) && strlen(gdn_isa()) > 0);
+	CHECK(gdn_set_num_threads(1) == GDN_OK && gdn_get_num_threads() == 1);
+	CHECK(gdn_set_num_threads(0) == GDN_INVALID_ARGUMENT && gdn_get_num_threads() == 1);
+	return 0;
+}
