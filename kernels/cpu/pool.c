@@ -42,11 +42,11 @@ static pthread_once_t own_once = PTHREAD_ONCE_INIT;
 
 static int grow(block *b, int64_t bytes) {
 	if (b->bytes >= bytes) return 0;
-	const size_t huge = 2 << 20, size = ((size_t)bytes + 4095) & ~(size_t)4095;
-	char *p;
-	if (posix_memalign((void **)&p, size >= huge ? huge : 64, size)) return 1;
 	// Scratch is walked again and again in strides: large pages save a page walk at each step.
-	if (size >= huge) madvise(p, size, MADV_HUGEPAGE);
+	const size_t page = bytes >= 64 << 10 ? 2 << 20 : 4096, size = ((size_t)bytes + page - 1) & ~(page - 1);
+	char *p;
+	if (posix_memalign((void **)&p, page, size)) return 1;
+	if (page > 4096) madvise(p, size, MADV_HUGEPAGE);
 	free(b->p);
 	b->p = p;
 	b->bytes = (int64_t)size;
