@@ -218,50 +218,43 @@ func (c *Call) readView(p *plan, i int, d *dlTensor) *Error {
 	if d.data != 0 { // an empty tensor may have none
 		t.Data = d.data + uintptr(d.byteOffset)
 	}
-	copy(t.Shape[:], unsafe.Slice(d.shape, rank))
+	shape, least := unsafe.Slice(d.shape, rank), int64(1)
+	var strides []int64
 	if d.strides != nil {
-		copy(t.Stride[:], unsafe.Slice(d.strides, rank))
+		strides = unsafe.Slice(d.strides, rank)
 	}
-	empty, fits := false, true
-	count, compact, below, above := int64(1), int64(1), int64(0), int64(0)
+	// Elements and reach are counted a second time as floats, which do not wrap around. An empty dimension counts as 1: what is derived
+	// from the others may not overflow either.
+	compact, below, above, count, reach := int64(1), int64(0), int64(0), 1.0, 0.0
 	for j := rank - 1; j >= 0; j-- {
-		n := t.Shape[j]
-		if n <= 1 {
-			if n < 0 {
-				return c.invalid("%s has shape %v, expected sizes from 0", c.Op.Tensors[i].Name, t.Shape[:rank])
+		n, stride := shape[j], compact
+		least = min(least, n)
+		t.Shape[j] = n
+		if n > 1 {
+			// Only here may strides differ from those of a compact tensor: a dimension of 1 may carry any, and this way kernels see
+			// contiguous what is contiguous.
+			if strides != nil {
+				stride = strides[j]
 			}
-			// A dimension of 1 may carry any stride. With the one of a compact tensor, kernels see contiguous what is contiguous.
-			t.Stride[j] = compact
-			empty = empty || n == 0
-			continue
+			way := (n - 1) * stride
+			above += max(way, 0)
+			below -= min(way, 0)
+			count *= float64(n)
+			reach += math.Abs(float64(n-1) * float64(stride))
+			compact = stride * n
 		}
-		if d.strides == nil {
-			t.Stride[j] = compact
-		}
-		// An empty tensor is counted by its other sizes: what is derived from those may not overflow either.
-		var ok, near bool
-		var way int64
-		count, ok = mul(count, n)
-		if stride := t.Stride[j]; stride >= 0 {
-			way, near = mul(n-1, stride)
-			above += way
-		} else {
-			way, near = mul(n-1, -stride)
-			below += way
-		}
-		if fits = fits && ok && near && above <= maxSize && below <= maxSize; !fits {
-			break
-		}
-		compact = t.Stride[j] * n
+		t.Stride[j] = stride
 	}
 	c.spans[i] = span{}
 	switch {
-	case !fits:
+	case least < 0:
+		return c.invalid("%s has shape %v, expected sizes from 0", c.Op.Tensors[i].Name, shape)
+	case count > maxSize || reach > maxSize:
 		return c.outside(i, d)
-	case empty:
+	case least == 0:
 		return nil
 	case d.data == 0:
-		return c.invalid("%s has shape %v and no data (NULL)", c.Op.Tensors[i].Name, t.Shape[:rank])
+		return c.invalid("%s has shape %v and no data (NULL)", c.Op.Tensors[i].Name, shape)
 	}
 	size := uintptr(t.DType.Size())
 	s := span{t.Data - uintptr(below)*size, t.Data + uintptr(above+1)*size}
