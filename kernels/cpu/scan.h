@@ -106,10 +106,10 @@ typedef struct { // per key head
 } ALN keys;
 typedef struct { // per value head
 	gates gt;
-	float GK[C * C], PG[C * C];
-	float *X;    // [2C][KP]  forward: K b, s Q b; backward: s Q b, K b
-	float *KD;   // [C][KP]   K d
-	float *VN;   // [C][VP]   V'
+	float GK[C * C], PG[C * C], fq[C]; // fq: scale b
+	float *X;    // [2C][KP]  backward: s Q b, K b
+	float *KD;   // [C][KP]   backward: K d
+	float *VN;   // [C][VP]   backward: V'
 	float *eLv;  // [KP]      b_last
 	float *be;   // [C][ldbe] beta, PW wide when it is the same for all value channels
 	int ldbe;
@@ -226,23 +226,25 @@ INL void load_beta(const scan *s, int c, chunk *w, const sequence *q, int64_t t,
 		for (int d = 0; d < PW; d += VW) ST(w->be + i * PW + d, bc(x[i]));
 	}
 }
-// The rows as the products with the state want them: X = [first b ; second b], KD = K d.
-INL void decay_rows(const scan *s, int c, chunk *w, const float *first, float f1, const float *second, float f2, const float *k) {
+// The backward's operands, decays in them: X = [s Q b ; K b], KD = K d
+static void decay_rows(const scan *s, const keys *k, chunk *w) {
 	const int KP = s->KP;
-	for (int i = 0; i < c; i++) {
-		const vf x = bc(w->gt.eb[i] * f1), y = bc(w->gt.eb[i] * f2), z = bc(w->gt.ed[i]);
+	for (int i = 0; i < C; i++) {
+		const vf x = bc(w->fq[i]), y = bc(w->gt.eb[i]), z = bc(w->gt.ed[i]);
 		for (int d = 0; d < KP; d += VW) {
-			ST(w->X + i * KP + d, LD(first + i * KP + d) * x);
-			ST(w->X + (c + i) * KP + d, LD(second + i * KP + d) * y);
-			ST(w->KD + i * KP + d, LD(k + i * KP + d) * z);
+			const vf ki = LD(k->k + i * KP + d);
+			ST(w->X + i * KP + d, LD(k->q + i * KP + d) * x);
+			ST(w->X + (C + i) * KP + d, ki * y);
+			ST(w->KD + i * KP + d, ki * z);
 		}
 	}
-	for (int d = 0; d < KP; d += VW) ST(w->eLv + d, bc(w->gt.eL));
 }
-INL void pair_products(const scan *s, int c, const float *KK, const float *QK, chunk *w) {
+INL void decay_factors(const scan *s, int c, const keys *k, chunk *w) {
+	for (int i = 0; i < c; i++) w->fq[i] = s->scale * w->gt.eb[i];
+	for (int d = 0; d < s->KP; d += VW) ST(w->eLv + d, bc(w->gt.eL));
 	GAM_ROWS(c, &w->gt, {
-		ST(w->GK + i * C + z * VW, sel(j < i, LD(KK + i * C + z * VW) * gam, bc(0)));
-		ST(w->PG + i * C + z * VW, sel(j <= i, LD(QK + i * C + z * VW) * (gam * s->scale), bc(0)));
+		ST(w->GK + i * C + z * VW, sel(j < i, LD(k->KK + i * C + z * VW) * gam, bc(0)));
+		ST(w->PG + i * C + z * VW, sel(j <= i, LD(k->QK + i * C + z * VW) * (gam * s->scale), bc(0)));
 	})
 }
 
@@ -252,8 +254,9 @@ typedef struct { // rows of fp32 numbers; stream: store past the caches
 	ptrdiff_t ld;
 	int stream;
 } rows;
-// One panel of PW value columns: S [KP][PW] is read by the rows of K and of Q, then updated, while it is in the first cache.
-INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const float *be, prefetch *Q) {
+// One panel of PW value columns: S [KP][PW] is read by the rows of K and of Q, then updated, while it is in the first cache. The decays are
+// factors of the products' rows, so that the rows as they came are the only other operand.
+INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v, rows e, rows o, const float *be, prefetch *Q) {
 	const int KP = s->KP;
 	float VN[FC * PW] ALN;
 #define ERROR_ROWS(r, m)                                                                                     \
@@ -261,8 +264,8 @@ INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const 
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
 		pf(Q, 4);                                                                                               \
-		tile(m, a, KP, c->X + (r) * KP, KP, 1, S, PW);                                                       \
-		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = LD(v.p + (r + i) * v.ld + z * VW) - a[i][z]; \
+		tile(m, a, KP, key->k + (r) * KP, KP, 1, S, PW);                                                     \
+		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = LD(v.p + (r + i) * v.ld + z * VW) - bc(c->gt.eb[r + i]) * a[i][z]; \
 		for (int j = 0; j < r; j++) {                                                                        \
 			vf x[NR];                                                                                        \
 			UNROLL for (int z = 0; z < NR; z++) x[z] = LD(VN + j * PW + z * VW);                             \
@@ -286,7 +289,8 @@ INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const 
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
 		pf(Q, 4);                                                                                               \
-		tile(m, a, KP, c->X + (FC + r) * KP, KP, 1, S, PW);                                                   \
+		tile(m, a, KP, key->q + (r) * KP, KP, 1, S, PW);                                                     \
+		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] *= bc(c->fq[r + i]);  \
 		for (int j = 0; j < r; j++) tile_step(m, a, c->PG + (r) * C + j, C, VN + j * PW);                    \
 		UNROLL for (int j = 0; j < m; j++) {                                                                 \
 			vf x[NR];                                                                                        \
@@ -304,19 +308,21 @@ INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const 
 	// V' stays in registers where there are enough: a fifth fewer loads than row tiles make.
 #if RB == 8
 	vf x[FC][NR];
-	UNROLL for (int j = 0; j < FC; j++) UNROLL for (int z = 0; z < NR; z++) x[j][z] = LD(VN + j * PW + z * VW);
+	UNROLL for (int j = 0; j < FC; j++) UNROLL for (int z = 0; z < NR; z++) x[j][z] = bc(c->gt.ed[j]) * LD(VN + j * PW + z * VW);
 	for (int d = 0; d < KP; d += 4) {
 		vf a[4][NR];
 		if (d % 8 == 0) pf(Q, 4);
 		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(c->eLv[d + i]) * LD(S + (d + i) * PW + z * VW);
 		UNROLL for (int j = 0; j < FC; j++)
 			UNROLL for (int i = 0; i < 4; i++) {
-				vf k = bc(c->KD[j * KP + d + i]);
+				vf k = bc(key->k[j * KP + d + i]);
 				UNROLL for (int z = 0; z < NR; z++) a[i][z] += k * x[j][z];
 			}
 		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) ST(S + (d + i) * PW + z * VW, a[i][z]);
 	}
 #else
+	for (int j = 0; j < FC; j++)
+		for (int z = 0; z < NR; z++) ST(VN + j * PW + z * VW, bc(c->gt.ed[j]) * LD(VN + j * PW + z * VW));
 	for (int d = 0; d < KP; d += C) {
 #define UPDATE_ROWS(r, m)                                                                                    \
 	{                                                                                                        \
@@ -324,7 +330,7 @@ INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const 
 		float *Sr = S + (d + r) * PW;                                                                        \
 		pf(Q, 4);                                                                                            \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(c->eLv[d + r + i]) * LD(Sr + i * PW + z * VW); \
-		tile(m, a, FC, c->KD + d + r, 1, KP, VN, PW);                                                        \
+		tile(m, a, FC, key->k + d + r, 1, KP, VN, PW);                                                       \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST(Sr + i * PW + z * VW, a[i][z]); \
 	}
 		ROWS16(UPDATE_ROWS)
@@ -333,8 +339,8 @@ INL void panel(const scan *s, chunk *c, float *S, rows v, rows e, rows o, const 
 #endif
 }
 INL rows shift(rows r, ptrdiff_t n) { return r.p += r.p ? n : 0, r; }
-NOINL void panels(const scan *s, chunk *c, float *S, rows v, rows e, rows o, prefetch *Q) {
-	for (int j = 0; j < s->VP; j += PW) panel(s, c, S + (ptrdiff_t)j * s->KP, shift(v, j), shift(e, j), shift(o, j), c->be + (s->perv ? j : 0), Q);
+NOINL void panels(const scan *s, const chunk *c, const keys *key, float *S, rows v, rows e, rows o, prefetch *Q) {
+	for (int j = 0; j < s->VP; j += PW) panel(s, c, key, S + (ptrdiff_t)j * s->KP, shift(v, j), shift(e, j), shift(o, j), c->be + (s->perv ? j : 0), Q);
 }
 // The caller's rows themselves, where the panels can use them; else scratch
 static rows rows_or(const scan *s, view v, int n, float *scratch) {
@@ -380,9 +386,6 @@ static float *take(char **p, int64_t n) {
 }
 static int64_t chunk_scratch(const scan *s, chunk *c, char *p) {
 	char *p0 = p;
-	c->X = take(&p, 2 * C * s->KP);
-	c->KD = take(&p, C * s->KP);
-	c->VN = take(&p, C * s->VP);
 	c->eLv = take(&p, s->KP);
 	c->ldbe = s->perv ? s->VP : PW;
 	c->be = take(&p, C * c->ldbe);
@@ -438,14 +441,13 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 				for (int64_t hv = h * s->G; hv < (h + 1) * s->G; hv++) {
 					load_gates(s, FC, &c->gt, &q, t, m, hv);
 					load_beta(s, FC, c, &q, t, m, hv);
-					decay_rows(s, FC, c, w.key.k, 1, w.key.q, s->scale, w.key.k);
-					pair_products(s, FC, w.key.KK, w.key.QK, c);
+					decay_factors(s, FC, &w.key, c);
 					const view vv = token_view(&s->v, q.b, q.t0 + t, hv), ov = token_view(&s->o, q.b, q.t0 + t, hv);
 					const rows v = rows_or(s, vv, m, w.v), o = rows_or(s, ov, m, w.o);
 					float *tape = s->errors ? s->errors + (hv * BT + q.row + t) * s->VP : NULL;
 					const rows e = {m == FC ? tape : w.e, s->VP, tape && m == FC && !((uintptr_t)tape & 63)};
 					if (v.p == w.v) rows_in(w.v, s->VP, vv, m, FC, s->V);
-					panels(s, c, w.S + (hv - h0 * s->G) * KV, v, e, o, &Q);
+					panels(s, c, &w.key, w.S + (hv - h0 * s->G) * KV, v, e, o, &Q);
 					if (o.p == w.o) rows_out(w.o, s->VP, ov, m, s->V, s->stream);
 					if (tape && m < FC) memcpy(tape, w.e, sizeof *tape * m * s->VP);
 				}
@@ -460,7 +462,13 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 static int64_t bwd_scratch(const scan *s, scratch *w, char *p) {
 	char *p0 = p;
 	const int64_t KV = (int64_t)s->KP * s->VP;
-	for (int i = 0; i < NCS; i++) p += chunk_scratch(s, &w->c[i], p);
+	for (int i = 0; i < NCS; i++) {
+		chunk *c = &w->c[i];
+		p += chunk_scratch(s, c, p);
+		c->X = take(&p, 2 * C * s->KP);
+		c->KD = take(&p, C * s->KP);
+		c->VN = take(&p, C * s->VP);
+	}
 	w->key.k = take(&p, SEG * s->KP);
 	w->key.q = take(&p, SEG * s->KP);
 	w->dqk = take(&p, 2 * SEG * s->KP);
@@ -734,8 +742,8 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 					float *e = w.e + i * C * VP;
 					load_gates(s, C, &c->gt, &q, t0 + i * C, m, hv);
 					load_beta(s, C, c, &q, t0 + i * C, m, hv);
-					decay_rows(s, C, c, key[i].q, s->scale, key[i].k, 1, key[i].k);
-					pair_products(s, C, key[i].KK, key[i].QK, c);
+					decay_factors(s, C, &key[i], c);
+					decay_rows(s, &key[i], c);
 					rows_in(e, VP, (view){(char *)(tape_e + i * C * VP), GDNK_F32, VP, 1}, m, C, VP);
 					for (int j = 0; j < C; j++)
 						for (int d = 0; d < VP; d += VW) ST(c->VN + j * VP + d, LD(e + j * VP + d) * LD(c->be + j * c->ldbe + (s->perv ? d : 0)));
