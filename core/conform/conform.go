@@ -1,0 +1,178 @@
+// Package conform tries a backend against the float64 oracle: every operator, with awkward sizes, all dtypes, the corners of the numerics,
+// any strides, and memory that is watched on all sides.
+package conform
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"libgdn/core"
+	"libgdn/core/oracle"
+)
+
+// Run tries backend b. setThreads sets how many threads it computes with; nil if it has no such setting.
+//
+// A subtest is named operator/dtype/case, so `go test -run 'TestConform/bwd/bf16'` runs a part; -short leaves out most dtypes.
+func Run(t *testing.T, b core.Backend, setThreads func(n int)) {
+	for _, c := range cases(testing.Short()) {
+		dtype := shortNames[c.IO]
+		t.Run(c.forward()+"/"+dtype+"/"+c.Name, func(t *testing.T) { c.tryForward(t, b) })
+		t.Run(c.backward()+"/"+dtype+"/"+c.Name, func(t *testing.T) { c.tryBackward(t, b) })
+	}
+	runBits(t, b, setThreads)
+}
+
+var shortNames = map[core.DType]string{core.F32: "fp32", core.BF16: "bf16", core.F16: "fp16", core.F64: "fp64"}
+
+func (c *Case) tryForward(t *testing.T, b core.Backend) {
+	f := c.newCall(t, c.forward(), nil)
+	c.run(t, f, b)
+	c.compare(t, f, c.reference(f).Forward())
+}
+
+func (c *Case) tryBackward(t *testing.T, b core.Backend) {
+	f := c.newCall(t, c.forward(), nil)
+	c.run(t, f, b)
+	g := c.newCall(t, c.backward(), f.arrays["tape"])
+	c.run(t, g, b)
+	c.compare(t, g, c.reference(g).Backward())
+}
+
+func (c *Case) run(t *testing.T, f *call, b core.Backend) {
+	t.Helper()
+	if err := f.run(b); err != nil {
+		t.Fatalf("%v\nseed %d, %+v", err, Seed, *c)
+	}
+}
+
+// newCall makes the arrays of one of the case's operators, fills the inputs, and leaves NaN in the outputs. The tape of a backward is the
+// one that its forward wrote.
+func (c *Case) newCall(t testing.TB, op string, tape *array) *call {
+	f := &call{op: find(op), arrays: map[string]*array{}, numbers: c.Flags}
+	for i := range f.op.Tensors {
+		a := &f.op.Tensors[i]
+		if a.Name == "tape" || !c.has(a) {
+			continue
+		}
+		x := newArray(t, a.Name, c.dtype(f.op, a), c.shape(a), c.layout(a), c.Around, c.Skew+i)
+		f.arrays[a.Name] = x
+		if a.Role == core.In || a.Role == core.OptIn {
+			x.set(c.data(a.Name, x.shape))
+			c.poison(x)
+		}
+	}
+	switch {
+	case tape != nil:
+		f.arrays["tape"] = tape
+	case !slices.Contains(c.Unwanted, "tape"):
+		decoded, err := f.sizes()
+		if err != nil {
+			t.Fatalf("%v\nseed %d, %+v", err, Seed, *c)
+		}
+		for i := range f.op.Tensors {
+			if a := &f.op.Tensors[i]; a.Name == "tape" {
+				f.arrays["tape"] = newArray(t, "tape", c.dtype(f.op, a), []int64{decoded.Size("TAPE")}, compact, c.Around, c.Skew)
+			}
+		}
+	}
+	return f
+}
+
+// shape follows the table's dimensions.
+func (c *Case) shape(a *core.TensorArg) []int64 {
+	size := map[string]int{"B": c.B, "T": c.T, "H": c.H, "HV": c.HV, "K": c.K, "V": c.V, "N": c.sequences(), "N+1": c.sequences() + 1}
+	shape := []int64{}
+	for _, d := range strings.Fields(a.Dims) {
+		if letter, optional := strings.CutPrefix(d, "["); optional {
+			if !c.BetaV {
+				continue
+			}
+			d = strings.TrimSuffix(letter, "]")
+		}
+		n, ok := size[d]
+		if !ok {
+			panic("conform: no size " + d)
+		}
+		shape = append(shape, int64(n))
+	}
+	if n := len(shape); a.State && c.Flags["state_v_first"] != 0 {
+		shape[n-1], shape[n-2] = shape[n-2], shape[n-1]
+	}
+	return shape
+}
+
+func (c *Case) layout(a *core.TensorArg) layout {
+	lie, ok := c.Layouts[a.Name]
+	if !ok {
+		lie = c.Layout
+	}
+	if (lie == broadcast || lie == expanded) && a.Role != core.In && a.Role != core.OptIn {
+		return compact
+	}
+	if lie != gaps && lie != plain && !strings.HasPrefix(a.Dims, "B T") && !a.State {
+		return compact
+	}
+	return lie
+}
+
+// poison puts NaN into the rows of an input that belong to no sequence.
+func (c *Case) poison(a *array) {
+	if c.Cu == nil || len(a.shape) < 3 || a.shape[1] != int64(c.T) || a.name == "initial_state" || a.name == "dht" {
+		return
+	}
+	last := c.Cu[len(c.Cu)-1]
+	row := a.count() / max(c.T, 1)
+	a.offsets(func(i int, at int64) bool {
+		if i >= last*row {
+			for j := range a.dtype.Size() {
+				a.mem[at+j] = 0xFF
+			}
+		}
+		return true
+	})
+}
+
+// reference is the oracle's view of a call: the inputs as they were rounded.
+func (c *Case) reference(f *call) *oracle.GDN {
+	on := func(name string) bool { return c.Flags[name] != 0 }
+	p := &oracle.GDN{B: c.B, T: c.T, H: c.H, HV: c.HV, K: c.K, V: c.V, Cu: c.Cu, Scale: c.Flags["scale"], L2Norm: on("qk_l2norm"), Gate: on("gate"),
+		BetaSigmoid: on("beta_sigmoid"), NegEigval: on("neg_eigval"), StateVFirst: on("state_v_first"), In: oracle.Tensors{}}
+	for i := range f.op.Tensors {
+		a := &f.op.Tensors[i]
+		if x := f.arrays[a.Name]; x != nil && (a.Role == core.In || a.Role == core.OptIn) && a.Rule != core.Integer && a.Name != "tape" {
+			p.In[a.Name] = x.values()
+		}
+	}
+	return p
+}
+
+func (c *Case) compare(t *testing.T, f *call, want oracle.Tensors) {
+	t.Helper()
+	for i := range f.op.Tensors {
+		a := &f.op.Tensors[i]
+		x := f.arrays[a.Name]
+		if x == nil || a.Role == core.In || a.Role == core.OptIn || a.Name == "tape" {
+			continue
+		}
+		ref, ok := want[a.Name]
+		if !ok {
+			t.Fatalf("the oracle has no %s", a.Name)
+		}
+		if err := compare(x.values(), ref, boundOf(a.Name, x.dtype, c.double())); err != nil {
+			t.Errorf("%s, %v of shape %v: %v\nseed %d, %+v", a.Name, x.dtype, x.shape, err, Seed, *c)
+		}
+	}
+}
+
+func find(name string) *core.Op {
+	i := slices.IndexFunc(core.Ops, func(op *core.Op) bool { return op.Name == name })
+	if i < 0 {
+		panic("conform: no operator " + strconv.Quote(name))
+	}
+	return core.Ops[i]
+}
+
+func (c *Case) String() string { return fmt.Sprintf("%s/%s/%s", c.forward(), shortNames[c.IO], c.Name) }
