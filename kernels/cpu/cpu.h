@@ -35,4 +35,8 @@ int gdnk_get_num_threads(void);
 // pool.c. fn(ctx, unit, scratch) runs once for each unit in [0, n), on the caller's and the pool's threads; scratch is a 64-byte
 // aligned block of the thread's own, `bytes` long, its content undefined. Returns 1, without having called fn, if memory ran out.
 int gdnk_parallel(int64_t n, int64_t bytes, void (*fn)(void *ctx, int64_t unit, char *scratch), void *ctx);
+
+// An output of some megabytes is often memory that was never touched: ask for large pages before it is, which saves most of the faults
+// and page walks. Memory that has its pages already stays as it is.
+void gdnk_large_pages(uintptr_t p, int64_t bytes);
 #endif

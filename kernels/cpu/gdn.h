@@ -17,6 +17,15 @@ static int64_t tensor_bytes(const gdnk_tensor *t) {
 	for (int i = 0; i < t->rank; i++) n *= t->shape[i];
 	return n;
 }
+// A hint for an output without gaps
+static void will_write(const gdnk_tensor *t) {
+	int64_t n = 1;
+	for (int i = t->rank - 1; i >= 0; i--) {
+		if (t->stride[i] != n && t->shape[i] > 1) return;
+		n *= t->shape[i];
+	}
+	if (t->dtype) gdnk_large_pages(t->data, n * size_of(t->dtype));
+}
 static void setup(scan *s, const int64_t *size, double scale, const gdnk_tensor *tape) {
 	s->B = size[SZ_B], s->T = size[SZ_T], s->H = size[SZ_H], s->HV = size[SZ_HV], s->K = size[SZ_K], s->V = size[SZ_V], s->N = size[SZ_N];
 	s->G = s->H ? s->HV / s->H : 1;
@@ -41,8 +50,9 @@ static void zero_rest(const scan *s, const gdnk_tensor *t) {
 	const sequence q = s->N ? sequence_of(s, s->N - 1) : (sequence){0};
 	zero_tokens(t, q.t0 + q.len, s->T);
 }
-static int run_fwd(scan *s, int tokens) {
+static int run_fwd(scan *s, const gdnk_tensor *tape, int tokens) {
 	s->stream = (tokens ? 2 * tensor_bytes(&s->ht) : tensor_bytes(&s->o) + tensor_bytes(&s->v) + tensor_bytes(&s->q) + tensor_bytes(&s->k)) >= STREAM_BYTES;
+	will_write(&s->o), will_write(&s->ht), will_write(tape);
 	scratch w;
 	if (s->q.dtype == GDNK_F64 ? token_run_f64(s, 0) : tokens ? token_run_f32(s, 0) : gdnk_parallel(s->N * s->groups, fwd_scratch(s, &w, NULL), fwd_unit, s)) return 1;
 	zero_rest(s, &s->o);
@@ -50,6 +60,7 @@ static int run_fwd(scan *s, int tokens) {
 }
 static int run_bwd(scan *s, int tokens) {
 	s->stream = tensor_bytes(&s->dq) + tensor_bytes(&s->dk) + tensor_bytes(&s->dv) + tensor_bytes(&s->dout) >= STREAM_BYTES;
+	will_write(&s->dq), will_write(&s->dk), will_write(&s->dv), will_write(&s->dh0);
 	if (s->gate && !(s->sums = calloc(s->N * s->HV * 2 + 1, sizeof *s->sums))) return 1;
 	scratch w;
 	const int failed = s->q.dtype == GDNK_F64 ? token_run_f64(s, 1) : tokens ? token_run_f32(s, 1) : gdnk_parallel(s->N * s->groups, bwd_scratch(s, &w, NULL), bwd_unit, s);
@@ -80,7 +91,7 @@ static int run_bwd(scan *s, int tokens) {
 static int op_fwd(const gdnk_call *c) {
 	scan s = {INPUTS(fwd), .o = TENSOR(fwd, o), .ht = TENSOR(fwd, final_state)};
 	setup(&s, c->size, c->f[N_fwd_scale], &TENSOR(fwd, tape));
-	return run_fwd(&s, 0);
+	return run_fwd(&s, &TENSOR(fwd, tape), 0);
 }
 static int op_bwd(const gdnk_call *c) {
 	scan s = {INPUTS(bwd), GRADIENTS(bwd)};
@@ -90,7 +101,7 @@ static int op_bwd(const gdnk_call *c) {
 static int op_recurrent_fwd(const gdnk_call *c) {
 	scan s = {INPUTS(recurrent_fwd), .gk = TENSOR(recurrent_fwd, gk), .gv = TENSOR(recurrent_fwd, gv), .o = TENSOR(recurrent_fwd, o), .ht = TENSOR(recurrent_fwd, final_state)};
 	setup(&s, c->size, c->f[N_recurrent_fwd_scale], &TENSOR(recurrent_fwd, tape));
-	return run_fwd(&s, 1);
+	return run_fwd(&s, &TENSOR(recurrent_fwd, tape), 1);
 }
 static int op_recurrent_bwd(const gdnk_call *c) {
 	scan s = {INPUTS(recurrent_bwd), GRADIENTS(recurrent_bwd), .gk = TENSOR(recurrent_bwd, gk), .gv = TENSOR(recurrent_bwd, gv), .dgk = TENSOR(recurrent_bwd, dgk),

@@ -52,6 +52,10 @@ static int grow(block *b, int64_t bytes) {
 	b->bytes = (int64_t)size;
 	return 0;
 }
+void gdnk_large_pages(uintptr_t p, int64_t bytes) {
+	const uintptr_t page = 2 << 20, first = (p + page - 1) & ~(page - 1), last = (p + bytes) & ~(page - 1);
+	if (bytes >= 2 * (int64_t)page && first < last) madvise((void *)first, last - first, MADV_HUGEPAGE);
+}
 static void drop_own(void *b) { free(((block *)b)->p); }
 static void make_key(void) { pthread_key_create(&own_key, drop_own); }
 

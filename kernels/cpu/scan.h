@@ -47,15 +47,24 @@ INL void pf_rows(prefetch *q, view v, int rows, int cols) {
 	q->run[q->end].rows = rows;
 	q->run[q->end++].lines = (cols * size_of(v.type) + 63) / 64;
 }
+// The next n lines
 INL void pf(prefetch *q, int n) {
 	if (q->at == q->end) return;
 	const char *p = q->run[q->at].p + q->line * 64;
-	UNROLL for (int i = 0; i < n; i++) __builtin_prefetch(p + 64 * i, 0, 3); // beyond a row's end: harmless
+	UNROLL for (int i = 0; i < n; i++) __builtin_prefetch(p + 64 * i, 0, 2); // beyond a row's end: harmless
 	q->line += n;
 	if (q->line < q->run[q->at].lines) return;
 	q->line = 0;
 	q->run[q->at].p += q->run[q->at].step;
 	if (--q->run[q->at].rows == 0) q->at++;
+}
+
+// tile() for long k, a multiple of 32, with n lines each 32 steps
+INL void tile_pf(int m, vf (*a)[NR], int k, const float *A, ptrdiff_t sm, const float *B, prefetch *q, int n) {
+	for (int d = 0; d < k; d += 32) {
+		pf(q, n);
+		tile(m, a, 32, A + d, sm, 1, B + d * PW, PW);
+	}
 }
 
 // ---------------------------------------------------------------- the call
@@ -263,8 +272,7 @@ INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v,
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
-		pf(Q, 4);                                                                                               \
-		tile(m, a, KP, key->k + (r) * KP, KP, 1, S, PW);                                                     \
+		tile_pf(m, a, KP, key->k + (r) * KP, KP, S, Q, 4);                                                   \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = LD(v.p + (r + i) * v.ld + z * VW) - bc(c->gt.eb[r + i]) * a[i][z]; \
 		for (int j = 0; j < r; j++) {                                                                        \
 			vf x[NR];                                                                                        \
@@ -288,8 +296,7 @@ INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v,
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
-		pf(Q, 4);                                                                                               \
-		tile(m, a, KP, key->q + (r) * KP, KP, 1, S, PW);                                                     \
+		tile_pf(m, a, KP, key->q + (r) * KP, KP, S, Q, 4);                                                   \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] *= bc(c->fq[r + i]);  \
 		for (int j = 0; j < r; j++) tile_step(m, a, c->PG + (r) * C + j, C, VN + j * PW);                    \
 		UNROLL for (int j = 0; j < m; j++) {                                                                 \
@@ -311,7 +318,7 @@ INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v,
 	UNROLL for (int j = 0; j < FC; j++) UNROLL for (int z = 0; z < NR; z++) x[j][z] = bc(c->gt.ed[j]) * LD(VN + j * PW + z * VW);
 	for (int d = 0; d < KP; d += 4) {
 		vf a[4][NR];
-		if (d % 8 == 0) pf(Q, 4);
+		if (d % 8 == 0) pf(Q, 1);
 		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(c->eLv[d + i]) * LD(S + (d + i) * PW + z * VW);
 		UNROLL for (int j = 0; j < FC; j++)
 			UNROLL for (int i = 0; i < 4; i++) {
@@ -521,7 +528,7 @@ NOINL void solve_back(const scan *s, chunk *c, scratch *w, const float *D, const
 			UNROLL for (int i = 0; i < TM; i++) UNROLL for (int z = 0; z < TOK; z++) a[i][z] = bc(0);
 			for (int p = 0; p < KP; p += PW) {
 				const float *A = D + (ptrdiff_t)p * VP + (v + r) * PW, *B = w->KDT + p * C;
-				pf(Q, 8);
+				pf(Q, 4);
 				_Pragma("GCC unroll 2") for (int d = 0; d < PW; d++) {
 					vf b[TOK];
 					UNROLL for (int z = 0; z < TOK; z++) b[z] = LD(B + d * C + z * VW);
@@ -563,8 +570,7 @@ NOINL void sweep(const scan *s, const chunk *c, scratch *w, float *D, const floa
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
-		pf(Q, 8);                                                                                               \
-		tile(m, a, VP, (A) + (r) * VP, VP, 1, B, PW);                                                        \
+		tile_pf(m, a, VP, (A) + (r) * VP, VP, B, Q, 4);                                                      \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST((out) + (r + i) * PW + z * VW, a[i][z]); \
 	}
 #define GS0(r, m) PRODUCT(G, Sp, r, m, rows)
@@ -585,7 +591,7 @@ NOINL void sweep(const scan *s, const chunk *c, scratch *w, float *D, const floa
 		vf a[RB][NR];                                                                                        \
 		float *Dr = Dp + (v + r) * PW;                                                                       \
 		const float *Sr = Sp + (v + r) * PW;                                                                 \
-		pf(Q, 8);                                                                                               \
+		pf(Q, 2);                                                                                               \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) {                             \
 			vf x = LD(Dr + i * PW + z * VW);                                                                 \
 			sum[z] += x * LD(Sr + i * PW + z * VW);                                                          \
