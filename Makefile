@@ -3,8 +3,7 @@
 # PYTHON=/path/python  an environment that has torch already; nothing but the package is installed into it (default: .venv is made)
 # TORCH="torch --index-url URL"  what pip is asked for when .venv is made, e.g. a CPU-only build (default: torch>=2.4)
 SHELL := /bin/bash
-export TORCH ?= torch>=2.4
-export PYTHON ?=
+export TORCH PYTHON
 PY := $(if $(PYTHON),$(PYTHON),.venv/bin/python)
 OUT := build/out
 # The version script is refused in #cgo lines and applied twice in CGO_LDFLAGS; here it works.
@@ -17,11 +16,17 @@ help: ## this list
 	@awk -F ': .*## ' '/^[a-z0-9]+: .*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'PYTHON=/path/python uses an environment with torch; TORCH="torch --index-url ..." picks the build that .venv gets'
 
-lib: ## build/out/libgdn.so
+lib: $(OUT)/libgdn.so ## build/out/libgdn.so
+
+# Left to itself, go compiles all C anew for each c-shared build (it caches no package that exports nothing to C), so make looks first.
+# Folders are in the list because a removed file counts too.
+$(OUT)/libgdn.so: $(shell find go.mod Makefile capi core include kernels -name testdata -prune -o -name '*_test.go' -o -print)
 	@build/tools.sh
 	@mkdir -p $(OUT)
 	go build -buildmode=c-shared -trimpath -ldflags '$(LDFLAGS)' -o $(OUT)/libgdn.so ./capi
+	@rm -f $(OUT)/libgdn.h
 	@ln -sf libgdn.so $(OUT)/libgdn.so.0
+	@touch $@
 
 gen: ## everything that follows from the table in core/ops*.go: header, C entries, kernel indices, Python table
 	@build/tools.sh

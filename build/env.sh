@@ -4,6 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 purpose=${1:-}
+: "${TORCH:=torch>=2.4}"
 
 refuse() { echo "libgdn: $*" >&2; exit 1; }
 say() { echo "== $*"; }
