@@ -126,15 +126,15 @@ static void zero_tokens(const gdnk_tensor *t, int64_t from, int64_t to) {
 }
 
 // ---------------------------------------------------------------- l2norm, gate, beta
-// Rows of x [rows][ld], rows a multiple of VW, are divided by sqrt(sum of squares + 1e-6); r keeps the factors.
+// Rows of x [rows][ld] are divided by sqrt(sum of squares + 1e-6); r keeps the factors.
 NOINL void l2norm(float *x, int ld, int rows, float *r) {
-	for (int i = 0; i < rows; i += VW) {
+	for (int i = 0; i < rows; i += 4) {
 		vf s[VW];
 		UNROLL for (int j = 0; j < VW; j++) s[j] = bc(0);
 		for (int d = 0; d < ld; d += VW)
-			UNROLL for (int j = 0; j < VW; j++) { vf y = LD(x + (i + j) * ld + d); s[j] += y * y; }
+			UNROLL for (int j = 0; j < 4; j++) { vf y = LD(x + (i + j) * ld + d); s[j] += y * y; }
 		vf y = redall(s);
-		for (int j = 0; j < VW; j++) {
+		for (int j = 0; j < 4; j++) {
 			float f = r[i + j] = 1 / sqrtf(y[j] + 1e-6f);
 			for (int d = 0; d < ld; d += VW) ST(x + (i + j) * ld + d, LD(x + (i + j) * ld + d) * f);
 		}
@@ -142,13 +142,13 @@ NOINL void l2norm(float *x, int ld, int rows, float *r) {
 }
 // dy becomes the gradient of the rows before they were normalised to y: dx = r (dy - (dy.y) y)
 NOINL void l2norm_bwd(float *dy, const float *y, int ld, int rows, const float *r) {
-	for (int i = 0; i < rows; i += VW) {
+	for (int i = 0; i < rows; i += 4) {
 		vf s[VW];
 		UNROLL for (int j = 0; j < VW; j++) s[j] = bc(0);
 		for (int d = 0; d < ld; d += VW)
-			UNROLL for (int j = 0; j < VW; j++) s[j] += LD(dy + (i + j) * ld + d) * LD(y + (i + j) * ld + d);
+			UNROLL for (int j = 0; j < 4; j++) s[j] += LD(dy + (i + j) * ld + d) * LD(y + (i + j) * ld + d);
 		vf t = redall(s);
-		for (int j = 0; j < VW; j++) {
+		for (int j = 0; j < 4; j++) {
 			float f = r[i + j], u = t[j] * f;
 			for (int d = 0; d < ld; d += VW) ST(dy + (i + j) * ld + d, LD(dy + (i + j) * ld + d) * f - LD(y + (i + j) * ld + d) * u);
 		}

@@ -1,0 +1,9 @@
+package cpu
+
+import (
+	"testing"
+
+	"libgdn/core/conform"
+)
+
+func TestConform(t *testing.T) { conform.Run(t, New(), SetNumThreads) }
