@@ -1,0 +1,278 @@
+"""Registers every operator of the table with torch.library: schema, implementation and fake.
+
+The torch operator ``gdn::NAME`` takes the row's inputs, its numbers (a bool where the range is 0 to 1) and a bool for each output that is
+made only on request. It returns all outputs of the row; one that is not made comes back as an empty tensor of shape [0].
+"""
+
+import struct
+
+import torch
+
+from . import _lib, _ops
+
+NAMESPACE = "gdn"
+
+_fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+# By operator: the implementation for CPU tensors, as a function of all arguments.
+on_cpu = {}
+
+
+def define():
+    """Registers all rows; autograd.py adds the gradients."""
+    for name, op in _lib.OPS.items():
+        _fragment.define(schema(op.row))
+        on_cpu[name] = _cpu_implementation(op)
+        _fragment.impl(name, on_cpu[name], "CPU")
+        # Other devices, and tensors on several: the library finds the backend, or says that there is none.
+        _fragment.impl(name, _implementation(op), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op.row), lib=_fragment)
+
+
+def implement_autograd(name, kernel):
+    """Registers the Autograd kernel of an operator; it gets the dispatch keys of the call as its first argument."""
+    _fragment.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def below_autograd(op, keyset, arguments):
+    """Goes on with a call below the Autograd key."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+def operator(name):
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def inputs(row):
+    return [t for t in row["tensors"] if t["role"] in ("in", "opt_in")]
+
+
+def outputs(row):
+    return [t for t in row["tensors"] if t["role"] in ("out", "opt_out")]
+
+
+def wants(row):
+    """The keywords that ask for an output."""
+    return [t["want"] for t in outputs(row) if t["want"]]
+
+
+def parameters(row):
+    """The names of the torch operator's arguments: inputs, numbers, wants."""
+    return [t["name"] for t in inputs(row)] + [n["name"] for n in row["numbers"]] + wants(row)
+
+
+def schema(row):
+    arguments = [("Tensor? " if t["role"] == "opt_in" else "Tensor ") + t["name"] for t in inputs(row)]
+    for n in row["numbers"]:
+        kind = "float" if n["float"] else "bool" if (n["min"], n["max"]) == (0, 1) else "int"
+        arguments.append(f"{kind} {n['name']}")
+    arguments += [f"bool {want}" for want in wants(row)]
+    results = [f"Tensor {t['name']}" for t in outputs(row)]
+    return f"{row['name']}({', '.join(arguments)}) -> ({', '.join(results)})"
+
+
+# Functions of an operator are compiled from text made from its row: straight lines without a loop over the table. A call on one token
+# costs more in Python than in the kernel, and this halves it.
+
+def _compile(name, lines, **scope):
+    scope.update(float32=torch.float32, float64=torch.float64)
+    exec(compile("\n".join(lines), f"<gdn {name}>", "exec"), scope)
+    return scope[name]
+
+
+def _sizes(row):
+    """Lines that bind the sizes from the required inputs' shapes, where a wrong rank raises ValueError."""
+    lines, known = [], set()
+    for t in inputs(row):
+        letters = t["dims"].split()
+        new = [d for d in letters if d in _ops.LETTERS and d not in known]
+        if t["role"] == "in" and new:
+            lines.append(f"    {', '.join(d if d in new else '_' for d in letters)} = {t['name']}.shape")
+            known.update(new)
+        if "N+1" in letters:
+            lines.append(f"    N = B if {t['name']} is None else {t['name']}.shape[0] - 1")
+    lines += [f"    {name} = {expression}" for name, expression in row["derived"]]
+    lines.append(f"    acc = float64 if {row['tensors'][0]['name']}.dtype is float64 else float32")
+    return lines
+
+
+def _shape(t):
+    """The sizes of a new output, comma-separated. An optional dimension, and so the whole shape, is the input's."""
+    letters = t["dims"].split()
+    if letters[-1].startswith("["):
+        return f"*{t['with']}.shape"
+    return ", ".join(letters)
+
+
+def _allocation(row, t):
+    """An expression that allocates an output."""
+    source, dtype = (t["like"], "") if t["rule"] == "same" else (row["tensors"][0]["name"], ", dtype=acc")
+    made = f"{source}.new_empty({_shape(t)}{dtype})"
+    if t["state"]:
+        letters = t["dims"].split()
+        swapped = ", ".join(letters[:-2] + letters[:-3:-1])
+        made = f"({source}.new_empty({swapped}{dtype}) if state_v_first else {made})"
+    return made
+
+
+def _nothing(row):
+    """An expression for an output that is not made."""
+    return f"{row['tensors'][0]['name']}.new_empty(0)"
+
+
+def _allocator(row):
+    """allocate(all arguments) -> outputs, for real tensors, fake ones and symbolic sizes."""
+    lines = [f"def allocate({', '.join(parameters(row))}):"] + _sizes(row)
+    made = []
+    for t in outputs(row):
+        text = _allocation(row, t)
+        if t["role"] == "opt_out":
+            text = f"{text} if {t['want'] or t['with'] + ' is not None'} else {_nothing(row)}"
+        made.append(text)
+    lines.append(f"    return {', '.join(made)},")
+    return _compile("allocate", lines)
+
+
+_DTYPES = {getattr(torch, name): word for name, word in _lib.DTYPES.items() if hasattr(torch, name)}
+_DEVICES = {"cpu": _lib.CPU, "cuda": 2, "npu": _lib.NPU}
+
+
+def _view(t):
+    kind = _DEVICES.get(t.device.type)
+    if kind is None:
+        raise NotImplementedError(f"gdn: no backend for tensors on {t.device}")
+    dtype = _DTYPES.get(t.dtype)
+    if dtype is None:
+        raise ValueError(f"gdn: no operator takes tensors of {t.dtype}")
+    return t.data_ptr(), _lib.device_word(kind, t.device.index or 0), dtype, t.shape, t.stride()
+
+
+def _implementation(op):
+    """The operator for any arguments, right or wrong."""
+    row, allocate = op.row, _allocator(op.row)
+    names = parameters(row)
+    n_inputs = len(inputs(row))
+    numbers = slice(n_inputs, n_inputs + len(row["numbers"]))
+    # The argument that an output depends on, by position.
+    needs = [None if t["role"] == "out" else names.index(t["want"] or t["with"]) for t in outputs(row)]
+
+    def run(*arguments):
+        views = [None if t is None else _view(t) for t in arguments[:n_inputs]]
+        try:
+            results = allocate(*arguments)
+        except (ValueError, IndexError, RuntimeError):
+            # Shapes from which no sizes follow: the library says what is wrong with them.
+            op.supports(views + _no_outputs(row, views), arguments[numbers])
+            raise
+        views += [_view(t) if i is None or arguments[i] not in (None, False) else None for t, i in zip(results, needs)]
+        op(views, arguments[numbers])
+        return results
+
+    return run
+
+
+def _no_outputs(row, views):
+    """Views of the required outputs with all sizes 0."""
+    position = {t["name"]: i for i, t in enumerate(row["tensors"])}
+    empty = []
+    for t in outputs(row):
+        zeros = (0,) * len(t["dims"].split())
+        empty.append((0, views[0][1], views[position[t["like"]]][2], zeros, zeros) if t["role"] == "out" else None)
+    return empty
+
+
+def _cpu_implementation(op):
+    """The operator for tensors in CPU memory, compiled anew for each set of given tensors.
+
+    The text for one such set, shortened:
+
+        def run(q, ..., beta, ..., scale, ..., output_final_state, save):
+            try:
+                B, T, H, K = q.shape
+                ...
+                o = v.new_empty(B, T, HV, V)
+                q_0, q_1, q_2, q_3 = q.shape
+                ...
+                frame = frames.pop() if frames else new_frame()
+                at, memory, a0, a1, ... = frame
+                pack(memory, head, scale, ..., q.data_ptr(), 1, dtype4[q.dtype], a0, a1, 0, q_0, q_1, q_2, q_3, *q.stride(), ...)
+            except (ValueError, KeyError):
+                return general(q, ...)
+            status = function(at)
+            frames.append(frame)
+            if status:
+                check(status)
+            return o, ...
+
+    A wrong rank or dtype lands in the general implementation, where the library words the error.
+    """
+    row = op.row
+    general = _implementation(op)
+    names = ", ".join(parameters(row))
+    optional = [t for t in inputs(row) if t["role"] == "opt_in"]
+    # A tensor with an optional dimension counts by its rank, for the words to pack depend on it.
+    key = [f"{t['name']} is not None and {t['name']}.dim()" if "[" in t["dims"] else f"{t['name']} is not None" for t in optional] + wants(row)
+
+    class Variants(dict):
+        def __missing__(self, chosen):
+            self[chosen] = _variant(op, general, dict(zip([t["name"] for t in optional] + wants(row), chosen)))
+            return self[chosen]
+
+    return _compile("run", [f"def run({names}):", f"    return variants[{', '.join(key)},]({names})"], variants=Variants())
+
+
+def _variant(op, general, chosen):
+    row = op.row
+    names = ", ".join(parameters(row))
+    sizes = {t["name"]: [f"{t['name']}_{i}" for i in range(len(t["dims"].split()))] for t in row["tensors"]}
+    given, ranks = [], []
+    for t in row["tensors"]:
+        present = t["role"] in ("in", "out") or chosen.get(t["name"] if t["role"] == "opt_in" else t["want"] or t["with"])
+        rank = len(sizes[t["name"]])
+        if present and "[" in t["dims"]:
+            rank = chosen[t["with"] or t["name"]]
+            if rank not in (len(sizes[t["name"]]) - 1, len(sizes[t["name"]])):
+                return general
+            sizes[t["name"]] = sizes[t["name"]][:rank]
+        ranks.append(rank if present else None)
+        if present:
+            given.append(t)
+    body = [line.strip() for line in _sizes(row)]
+    for t in outputs(row):
+        body.append(f"{t['name']} = {_allocation(row, t) if t in given else _nothing(row)}")
+    words = [n["name"] for n in row["numbers"]]
+    for i, t in enumerate(given):
+        name, rank = t["name"], ranks[row["tensors"].index(t)]
+        new = t["role"] in ("out", "opt_out")
+        body.append(f"{', '.join(sizes[name])}, = {t['with'] if new and '[' in t['dims'] else name}.shape")
+        words += [f"{name}.data_ptr()", str(_lib.CPU), f"dtype{rank}[{name}.dtype]", f"a{i}", "0" if new else f"b{i}", "0", *sizes[name]]
+        words += [] if new else [f"*{name}.stride()"]
+    body.append("frame = frames.pop() if frames else new_frame()")
+    body.append(f"at, memory, {', '.join(f'a{i}, b{i}' for i in range(len(given)))} = frame")
+    body.append(f"pack(memory, head, {', '.join(words)})")
+    lines = [f"def run({names}):", "    try:"] + ["        " + line for line in body]
+    lines += ["    except (ValueError, KeyError):", f"        return general({names})"]
+    lines += ["    status = function(at)", "    frames.append(frame)", "    if status:", "        check(status)"]
+    lines.append(f"    return {', '.join(t['name'] for t in outputs(row))},")
+
+    layout = _lib.Layout(row, ranks, compact_outputs=True)
+    scope = {f"dtype{r}": {dtype: word | r for dtype, word in _DTYPES.items()} for r in range(1, 6)}
+    return _compile("run", lines, frames=[], new_frame=layout.frame, pack=struct.Struct(layout.form).pack_into, head=layout.head,
+                    general=general, function=op.function, check=_lib.check, **scope)
+
+
+def _fake(row):
+    allocate = _allocator(row)
+
+    def fake(*arguments):
+        try:
+            return allocate(*arguments)
+        except (ValueError, IndexError) as error:
+            shapes = ", ".join(f"{t['name']} {list(a.shape)} for [{t['dims']}]" for t, a in zip(inputs(row), arguments) if a is not None)
+            raise ValueError(f"{NAMESPACE}::{row['name']}: shapes do not fit: {shapes}") from error
+
+    return fake
+
+
+define()
