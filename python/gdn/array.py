@@ -127,16 +127,18 @@ def _sizes(row, shapes, swap):
                 sizes["N"] = n - 1
             else:
                 sizes.setdefault(letter, n)
-    if "N" not in sizes or "cu_seqlens" not in shapes:
-        sizes["N"] = sizes.get("B", 0)
+    for letter in _ops.LETTERS:
+        sizes.setdefault(letter, 0)
+    if "cu_seqlens" not in shapes:
+        sizes["N"] = sizes["B"]
     for name, expression in row["derived"]:
         sizes[name] = eval(expression, {}, sizes)
     return sizes
 
 
-def _call(name, given, out=None, skip=()):
-    """Runs an operator: inputs, numbers and wishes for outputs by name in `given`, the caller's buffers by name in `out`. Outputs in `skip` are
-    not made. Returns the outputs by name."""
+def _call(name, given, out=None):
+    """Runs an operator: inputs, numbers and wishes for outputs by name in `given`, the caller's buffers by name in `out`. Returns the outputs by
+    name."""
     op, out, views, owners, shapes = _lib.OPS[name], dict(out or {}), {}, [], {}
     row = op.row
     for t in row["tensors"]:
@@ -151,11 +153,7 @@ def _call(name, given, out=None, skip=()):
     numbers = [given.pop(n["name"], 0) for n in row["numbers"]]
     swap = bool(numbers[[n["name"] for n in row["numbers"]].index("state_v_first")])
     made = {}
-    try:
-        sizes = _sizes(row, shapes, swap)
-    except NameError as error:  # of a size that a tensor of too low a rank would have fixed
-        sizes = None
-        del error
+    sizes = _sizes(row, shapes, swap)
     first = views[row["tensors"][0]["name"]][2]
     acc = first if _NAMES.get(first) == "float64" else _lib.DTYPES["float32"]
     for t in row["tensors"]:
@@ -168,7 +166,7 @@ def _call(name, given, out=None, skip=()):
             views[label], owner = _view(label, buffer, write=True)
             owners.append(owner)
             made[label] = buffer
-        elif wanted and label not in skip:
+        elif wanted:
             word = views[t["like"]][2] if t["rule"] == "same" else acc
             letters = t["dims"].split()
             if t["state"] and swap:
@@ -176,7 +174,7 @@ def _call(name, given, out=None, skip=()):
             if letters[-1].startswith("["):
                 shape = shapes[t["with"]]
             else:
-                shape = [max(0, (sizes or {}).get(letter, 0)) for letter in letters]
+                shape = [max(0, sizes[letter]) for letter in letters]
             made[label] = _new(word if word in _NAMES else acc, shape)
             views[label] = _view(label, made[label], write=True)[0]
     unknown = [*given, *out]

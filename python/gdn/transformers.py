@@ -1,0 +1,99 @@
+"""Gated DeltaNet models of Hugging Face transformers on libgdn.
+
+On a CPU the models run their layers as PyTorch code. Either replace those functions for all models::
+
+    import gdn.transformers
+    gdn.transformers.patch_transformers()
+
+or take the two functions from here: they have the names and arguments of the ones that the models' modules define.
+"""
+
+import functools
+import importlib
+import importlib.util
+import sys
+
+from .delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+__all__ = ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "patch_transformers", "unpatch_transformers"]
+
+# Other modules that define the functions are found once they are imported.
+MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+
+
+def torch_chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+                                 use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs):
+    """``gdn.chunk_gated_delta_rule`` with the arguments of transformers' function of this name. As there, o has the dtype of the queries and
+    keywords meant for other implementations are accepted; ``chunk_size`` does not change the result."""
+    o, final_state = chunk_gated_delta_rule(query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+                                            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens)
+    return o.to(query.dtype), final_state
+
+
+def torch_recurrent_gated_delta_rule(query, key, value, g, beta, initial_state=None, output_final_state=False,
+                                     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs):
+    """``gdn.fused_recurrent_gated_delta_rule`` likewise."""
+    o, final_state = fused_recurrent_gated_delta_rule(query, key, value, g, beta=beta, initial_state=initial_state,
+                                                      output_final_state=output_final_state,
+                                                      use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens)
+    return o.to(query.dtype), final_state
+
+
+_OURS = {f.__name__: f for f in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)}
+
+
+def _modules():
+    for model in MODELS:
+        name = f"transformers.models.{model}.modeling_{model}"
+        if importlib.util.find_spec(f"transformers.models.{model}") is not None:
+            importlib.import_module(name)
+    return [m for name, m in list(sys.modules.items()) if "modeling_" in name and all(hasattr(m, f) for f in _OURS)]
+
+
+def _on_cpu(theirs, ours):
+    @functools.wraps(theirs)
+    def function(query, *args, **kwargs):
+        return (ours if query.device.type == "cpu" else theirs)(query, *args, **kwargs)
+
+    function.gdn_replaces = theirs
+    return function
+
+
+def _replace(owner, change):
+    """Passes each attribute of a module or layer that is one of the two functions through `change`, and stores what comes back."""
+    count = 0
+    for name, value in list(vars(owner).items()):
+        if callable(value) and getattr(value, "__name__", None) in _OURS:
+            new = change(value)
+            if new is not value:
+                setattr(owner, name, new)
+                count += 1
+    return count
+
+
+def _patched(function):
+    return function if hasattr(function, "gdn_replaces") else _on_cpu(function, _OURS[function.__name__])
+
+
+def _unpatched(function):
+    return getattr(function, "gdn_replaces", function)
+
+
+def patch_transformers(model=None):
+    """Makes the Gated DeltaNet layers of transformers (Qwen3-Next, Qwen3.5, OLMo-Hybrid, and others already imported that define the same
+    functions) compute with libgdn where the tensors are on the CPU. Elsewhere they compute as before.
+
+    Call it before the model is made, or give the model: older versions of transformers (4.57) keep the functions in each layer.
+
+    Returns the number of functions replaced; 0 the second time.
+    """
+    return sum(_replace(m, _patched) for m in _owners(model))
+
+
+def unpatch_transformers(model=None):
+    """Puts back what ``patch_transformers`` replaced. Returns the number of functions."""
+    return sum(_replace(m, _unpatched) for m in _owners(model))
+
+
+def _owners(model):
+    return _modules() + ([] if model is None else list(model.modules()))
