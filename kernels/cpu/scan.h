@@ -266,13 +266,14 @@ typedef struct { // rows of fp32 numbers; stream: store past the caches
 // One panel of PW value columns: S [KP][PW] is read by the rows of K and of Q, then updated, while it is in the first cache. The decays are
 // factors of the products' rows, so that the rows as they came are the only other operand.
 INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v, rows e, rows o, const float *be, prefetch *Q) {
-	const int KP = s->KP;
+	const ptrdiff_t KP = s->KP; // as wide as an address: then it is added in the address and needs no register of its own
+	const float *const K = key->k, *const eLv = c->eLv;
 	float VN[FC * PW] ALN;
 #define ERROR_ROWS(r, m)                                                                                     \
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
-		tile_pf(m, a, KP, key->k + (r) * KP, KP, S, Q, 4);                                                   \
+		tile_pf(m, a, KP, K + (r) * KP, KP, S, Q, 4);                                                   \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = LD(v.p + (r + i) * v.ld + z * VW) - bc(c->gt.eb[r + i]) * a[i][z]; \
 		for (int j = 0; j < r; j++) {                                                                        \
 			vf x[NR];                                                                                        \
@@ -316,13 +317,13 @@ INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v,
 #if RB == 8
 	vf x[FC][NR];
 	UNROLL for (int j = 0; j < FC; j++) UNROLL for (int z = 0; z < NR; z++) x[j][z] = bc(c->gt.ed[j]) * LD(VN + j * PW + z * VW);
-	for (int d = 0; d < KP; d += 4) {
+	for (ptrdiff_t d = 0; d < KP; d += 4) {
 		vf a[4][NR];
 		if (d % 8 == 0) pf(Q, 1);
-		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(c->eLv[d + i]) * LD(S + (d + i) * PW + z * VW);
+		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(eLv[d + i]) * LD(S + (d + i) * PW + z * VW);
 		UNROLL for (int j = 0; j < FC; j++)
 			UNROLL for (int i = 0; i < 4; i++) {
-				vf k = bc(key->k[j * KP + d + i]);
+				vf k = bc((K + d + j * KP)[i]);
 				UNROLL for (int z = 0; z < NR; z++) a[i][z] += k * x[j][z];
 			}
 		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) ST(S + (d + i) * PW + z * VW, a[i][z]);
@@ -336,8 +337,8 @@ INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v,
 		vf a[RB][NR];                                                                                        \
 		float *Sr = S + (d + r) * PW;                                                                        \
 		pf(Q, 4);                                                                                            \
-		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(c->eLv[d + r + i]) * LD(Sr + i * PW + z * VW); \
-		tile(m, a, FC, key->k + d + r, 1, KP, VN, PW);                                                       \
+		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(eLv[d + r + i]) * LD(Sr + i * PW + z * VW); \
+		tile(m, a, FC, K + d + r, 1, KP, VN, PW);                                                       \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST(Sr + i * PW + z * VW, a[i][z]); \
 	}
 		ROWS16(UPDATE_ROWS)
@@ -583,8 +584,7 @@ NOINL void sweep(const scan *s, const chunk *c, scratch *w, float *D, const floa
 #undef GS1
 #undef VD
 #undef PRODUCT
-		vf eL[NR], sum[NR];
-		UNROLL for (int z = 0; z < NR; z++) eL[z] = LD(c->eLv + p + z * VW), sum[z] = bc(0);
+		float sum[PW] ALN = {0}; // in memory between the tiles, which need every register
 		for (int v = 0; v < VP; v += C) {
 #define ROWS(r, m)                                                                                           \
 	{                                                                                                        \
@@ -592,18 +592,24 @@ NOINL void sweep(const scan *s, const chunk *c, scratch *w, float *D, const floa
 		float *Dr = Dp + (v + r) * PW;                                                                       \
 		const float *Sr = Sp + (v + r) * PW;                                                                 \
 		pf(Q, 2);                                                                                               \
-		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) {                             \
-			vf x = LD(Dr + i * PW + z * VW);                                                                 \
-			sum[z] += x * LD(Sr + i * PW + z * VW);                                                          \
-			a[i][z] = eL[z] * x;                                                                             \
+		UNROLL for (int z = 0; z < NR; z++) {                                                                \
+			const vf eL = LD(c->eLv + p + z * VW);                                                           \
+			vf y = LD(sum + z * VW);                                                                         \
+			UNROLL for (int i = 0; i < m; i++) {                                                             \
+				const vf x = LD(Dr + i * PW + z * VW);                                                       \
+				y += x * LD(Sr + i * PW + z * VW);                                                           \
+				a[i][z] = eL * x;                                                                            \
+			}                                                                                                \
+			ST(sum + z * VW, y);                                                                             \
 		}                                                                                                    \
+		BARRIER;                                                                                             \
 		tile(m, a, 2 * C, G + v + r, 1, VP, c->X + p, KP);                                                   \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST(Dr + i * PW + z * VW, a[i][z]); \
 	}
 			ROWS16(ROWS)
 #undef ROWS
 		}
-		UNROLL for (int z = 0; z < NR; z++) *sd += sum[z] * eL[z];
+		for (int z = 0; z < PW; z += VW) *sd += LD(sum + z) * LD(c->eLv + p + z);
 		// Token pairs, lanes are key channels
 		for (int z = 0; z < PW; z += VW) {
 			const float *k = R->k + p + z, *q = R->q + p + z;
