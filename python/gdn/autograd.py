@@ -1,6 +1,7 @@
 """Which backward belongs to which forward, what is saved, and in which dtypes gradients come back."""
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _lib, library
 
@@ -71,12 +72,26 @@ def _differentiable(row, backward_row, upstream):
         if torch.is_grad_enabled():
             for t in arguments[:n_inputs]:
                 if t is not None and t.requires_grad:
+                    _refuse_transforms(row)
                     return Function.apply(keyset, *arguments)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(row, arguments[:n_inputs])
         if keyset == _PLAIN:
             return on_cpu(*arguments)  # 5 us less than by the dispatcher
         return library.below_autograd(op, keyset, arguments)
 
     return kernel
+
+
+def _refuse_transforms(row):
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"gdn::{row['name']} has no gradient under the transforms of torch.func; use backward() or torch.autograd.grad")
+
+
+def _refuse_tangents(row, tensors):
+    """Forward-mode differentiation would find tangents of zero, silently."""
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(f"gdn::{row['name']} has no forward-mode derivative; use backward() or torch.autograd.grad")
 
 
 def _once(row):
