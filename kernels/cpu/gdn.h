@@ -54,6 +54,7 @@ static int run_fwd(scan *s, const gdnk_tensor *tape, int tokens) {
 	s->stream = (tokens ? 2 * tensor_bytes(&s->ht) : tensor_bytes(&s->o) + tensor_bytes(&s->v) + tensor_bytes(&s->q) + tensor_bytes(&s->k)) >= STREAM_BYTES;
 	will_write(&s->o), will_write(&s->ht), will_write(tape);
 	scratch w;
+	if (s->T == 0 && !s->ht.dtype) return 0; // whatever the number of heads
 	if (s->q.dtype == GDNK_F64 ? token_run_f64(s, 0) : tokens ? token_run_f32(s, 0) : gdnk_parallel(s->N * s->groups, fwd_scratch(s, &w, NULL), fwd_unit, s)) return 1;
 	zero_rest(s, &s->o);
 	return 0;
@@ -63,7 +64,7 @@ static int run_bwd(scan *s, int tokens) {
 	will_write(&s->dq), will_write(&s->dk), will_write(&s->dv), will_write(&s->dh0);
 	if (s->gate && !(s->sums = calloc(s->N * s->HV * 2 + 1, sizeof *s->sums))) return 1;
 	scratch w;
-	const int failed = s->q.dtype == GDNK_F64 ? token_run_f64(s, 1) : tokens ? token_run_f32(s, 1) : gdnk_parallel(s->N * s->groups, bwd_scratch(s, &w, NULL), bwd_unit, s);
+	const int failed = s->T == 0 && !s->dh0.dtype ? 0 : s->q.dtype == GDNK_F64 ? token_run_f64(s, 1) : tokens ? token_run_f32(s, 1) : gdnk_parallel(s->N * s->groups, bwd_scratch(s, &w, NULL), bwd_unit, s);
 	if (!failed) {
 		for (int64_t hv = 0; hv < s->HV && s->sums; hv++) {
 			double dA = 0, db = 0;

@@ -386,6 +386,7 @@ typedef struct {
 	float *ST;               // backward: S^T at the entry of each chunk of a segment
 	float *dqk;              // backward: dk, dq rows of a segment, summed over the value heads
 	float *G, *KDT, *rows, *xy, *dv, *db;
+	double (*sums)[2]; // of dA_log and ddt_bias, a value head
 } scratch;
 static float *take(char **p, int64_t n) {
 	float *r = (float *)*p;
@@ -490,6 +491,7 @@ static int64_t bwd_scratch(const scan *s, scratch *w, char *p) {
 	w->xy = take(&p, 2 * C * VW);
 	w->dv = take(&p, C * s->VP);
 	w->db = take(&p, C * s->VP);
+	w->sums = (double(*)[2])take(&p, 4 * s->group * s->G);
 	return p - p0;
 }
 // K-first panels [VP/PW][KP][PW] <-> panels of the transpose [KP/PW][VP][PW]
@@ -724,8 +726,8 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 	const sequence q = sequence_of(s, n);
 	scratch w;
 	bwd_scratch(s, &w, base);
-	double sums[s->group * s->G][2];
-	memset(sums, 0, sizeof sums);
+	double(*sums)[2] = w.sums;
+	memset(sums, 0, sizeof *sums * s->group * s->G);
 	for (int64_t hv = h0 * s->G; hv < h1 * s->G; hv++) {
 		state_in(s, &s->dht, n, hv, w.S);
 		transpose_state(w.S, KP, VP, w.D + (hv - h0 * s->G) * KV);

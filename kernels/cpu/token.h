@@ -205,6 +205,7 @@ static int64_t FN(token_bwd_scratch)(const scan *s, char *base) {
 	FN(token_scratch)(s, &w, &p);
 	FN(take)(&p, 2 * SEG * s->K);
 	FN(take)(&p, (2 * FN(LEAP) + s->G) * s->K * s->VP);
+	take(&p, 4 * s->G);
 	return p - base;
 }
 static void FN(token_bwd)(void *ctx, int64_t unit, char *base) {
@@ -219,8 +220,8 @@ static void FN(token_bwd)(void *ctx, int64_t unit, char *base) {
 	REAL *dk = FN(take)(&p, 2 * SEG * K), *dq = dk + SEG * K; // of a segment, summed over the value heads
 	REAL *far = FN(take)(&p, (2 * LEAP + s->G) * KV), *near = far + LEAP * KV, *D = near + LEAP * KV; // states before every LEAPth and every token
 	REAL *wdk = w.dk, *wdq = w.dq;
-	double sums[s->G][2];
-	memset(sums, 0, sizeof sums);
+	double(*sums)[2] = (double(*)[2])take(&p, 4 * s->G);
+	memset(sums, 0, sizeof *sums * s->G);
 	for (int64_t e = 0; e < s->G; e++) FN(token_state_in)(s, &s->dht, n, h * s->G + e, D + e * KV);
 	for (int64_t t0 = (q.len - 1) / SEG * SEG; t0 >= 0 && q.len; t0 -= SEG) {
 		const int len = q.len - t0 < SEG ? q.len - t0 : SEG;
