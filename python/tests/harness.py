@@ -1,5 +1,9 @@
 """Runs a public function and the reference on the same tensors; the reference, where it would take long, on some heads and batches only."""
 
+import os
+import subprocess
+import sys
+
 import torch
 
 import reference
@@ -78,3 +82,13 @@ def same(first, second):
     assert set(first) == set(second)
     for name, t in first.items():
         assert t.dtype == second[name].dtype and torch.equal(t, second[name]), f"{name} differs"
+
+
+def child(code, *arguments, timeout=60, status=0, **variables):
+    """Runs code in a Python process of its own, with environment variables set or (None) unset, and holds it to an exit status."""
+    package = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir)
+    environment = {**os.environ, "PYTHONPATH": package, **variables}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL,
+                          env={name: value for name, value in environment.items() if value is not None})
+    assert done.returncode == status, f"exit status {done.returncode}, expected {status}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
