@@ -21,8 +21,11 @@ func checkGDN(c *Call) error {
 	if hv%h != 0 {
 		return c.invalid("v has HV=%d, expected a multiple of H=%d", hv, h)
 	}
-	gate := c.Int("gate") != 0
+	gate, tape := c.Int("gate") != 0, c.Tensor("tape")
 	switch {
+	case tape.DType != None && tape.Stride[0] != 1:
+		// What is opaque is a block of memory.
+		return c.invalid("tape has strides %v, expected a contiguous tensor", tape.Stride[:1])
 	case gate && !c.Has("g"):
 		return c.invalid("gate is 1 and g is NULL, expected the raw gate")
 	case gate && !c.Has("A_log"):

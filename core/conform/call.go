@@ -98,3 +98,15 @@ func (c *call) run(b core.Backend) error {
 	}
 	return nil
 }
+
+// outputs lists the given outputs in the table's order, without the tape.
+func (c *call) outputs() []*array {
+	var list []*array
+	for i := range c.op.Tensors {
+		arg := &c.op.Tensors[i]
+		if a := c.arrays[arg.Name]; a != nil && (arg.Role == core.Out || arg.Role == core.OptOut) && arg.Name != "tape" {
+			list = append(list, a)
+		}
+	}
+	return list
+}

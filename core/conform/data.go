@@ -86,6 +86,8 @@ func (c *Case) gates(x []float64, name string, r *rand.Rand) {
 			x[i] = -math.Log1p(math.Exp(-r.Float64()))
 		case weak:
 			x[i] = -math.Log1p(math.Exp(-x[i])) / 16
+		case wide:
+			x[i] = -100 * math.Log1p(math.Exp(-x[i]))
 		case zero:
 			x[i] = 0
 		case strong:

@@ -20,6 +20,10 @@ type GDN struct {
 
 	// q k v g gk gv beta A_log dt_bias initial_state, and for Backward dout dht. beta may be [B T HV] or [B T HV V].
 	In Tensors
+
+	// Set by Backward: for dA_log and ddt_bias the sum of the squares of what each element sums up. Their rounding errors go by its root,
+	// however small the sum may come out.
+	Squares Tensors
 }
 
 const l2Epsilon = 1e-6
@@ -76,6 +80,7 @@ func (p *GDN) Backward() Tensors {
 			grad["d"+name] = make([]float64, len(x))
 		}
 	}
+	p.Squares = Tensors{"dA_log": make([]float64, p.HV), "ddt_bias": make([]float64, p.HV)}
 	first, length := p.Sequences()
 	if p.In["initial_state"] != nil {
 		grad["dh0"] = make([]float64, len(p.In["initial_state"]))
@@ -258,6 +263,8 @@ func (x *token) gateBackward(grad Tensors, dg float64) {
 	draw := -p.amplitude(x.hv) * sigmoid(p.raw(x.at, x.hv)) * dg
 	grad["dg"][x.at] = draw
 	grad["dA_log"][x.hv] += dg * x.g
+	p.Squares["dA_log"][x.hv] += dg * x.g * dg * x.g
+	p.Squares["ddt_bias"][x.hv] += draw * draw
 	if dbias := grad["ddt_bias"]; dbias != nil {
 		dbias[x.hv] += draw
 	}
