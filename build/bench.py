@@ -1,0 +1,345 @@
+#!/usr/bin/env python3
+"""Times the operators as a PyTorch user calls them, beside what the machine can do and what other implementations need.
+
+usage: make bench [ONLY=pattern]      rows whose name contains the pattern (shell wildcards allowed)
+
+A row is measured in rounds: the machine's FMA peak, the operator, the peers, then again, so that all see the same frequency and the same
+neighbours. All figures are medians. Rows of one thread run pinned to one core and count CPU time of the whole process, user and system,
+which other jobs on the core do not lengthen; alone on a core it is the wall time. Rows of more threads count wall time, so the machine
+should be idle; a row during which the process did not get the cores it asked for is marked. The peak is always CPU time of one thread.
+Results go to build/out/bench.json and bench.md. FLOPs are counted as 6 K V per token and value head forward and 22 K V with backward, whatever the algorithm does, and a fraction is
+GFLOP/s by the FMA peak of one thread times the threads.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import fnmatch
+import gc
+import inspect
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+import gdn
+from gdn import _lib
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OUT = os.path.join(ROOT, "build", "out")
+GIB = 2.0 ** 30
+
+
+@dataclasses.dataclass
+class Row:
+    """What is timed; the name follows from it."""
+
+    passes: str  # fwd, fwd+bwd, decode
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    dtype: str = "float32"
+    threads: int = 1
+    l2norm: bool = False
+    peer: bool = True
+    memory: bool = False  # measure extra_gib too
+    call: bool = False  # measure call_us too
+
+    @property
+    def name(self):
+        op = "gdn-l2norm" if self.l2norm else "gdn"
+        return f"{op}/{self.passes}/{self.dtype}/B{self.B}.T{self.T}.H{self.H}.HV{self.HV}.K{self.K}.V{self.V}/t{self.threads}"
+
+    @property
+    def flops(self):
+        return (22 if self.passes == "fwd+bwd" else 6) * self.K * self.V * self.B * self.T * self.HV
+
+
+MODEL = (1, 2048, 32, 32, 128, 128)
+ROWS = [
+    *(Row(p, *MODEL, dtype=d, threads=t) for d in ("float32", "bfloat16") for t in (1, 2) for p in ("fwd", "fwd+bwd")),
+    *(Row(p, *MODEL, l2norm=True, peer=False) for p in ("fwd", "fwd+bwd")),
+    Row("fwd+bwd", 1, 4096, 32, 32, 128, 128, dtype="bfloat16", threads=2, memory=True),
+    # Qwen3-Next and Qwen3.5; OLMo-Hybrid; small heads
+    *(Row(p, 1, 2048, 16, 32, 128, 128) for p in ("fwd", "fwd+bwd")),
+    *(Row(p, 1, 2048, 30, 30, 96, 192) for p in ("fwd", "fwd+bwd")),
+    *(Row(p, 1, 2048, 32, 32, 64, 64) for p in ("fwd", "fwd+bwd")),
+    # short prompts, and many sequences
+    *(Row("fwd", 1, T, 32, 32, 128, 128) for T in (16, 64, 256)),
+    Row("fwd+bwd", 16, 128, 32, 32, 128, 128),
+    *(Row("decode", B, 1, 32, 32, 128, 128, threads=t) for B in (1, 64) for t in (1, 2)),
+    Row("decode", 1, 1, 32, 32, 128, 128, dtype="bfloat16"),
+    Row("decode", 1, 1, 1, 1, 128, 128, call=True),
+]
+
+
+class Machine:
+    """Peak and copy bandwidth of one thread."""
+
+    def __init__(self):
+        os.makedirs(OUT, exist_ok=True)
+        path = os.path.join(OUT, "peak.so")
+        cc = os.environ.get("CC", "gcc").split()
+        native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+        subprocess.run([*cc, "-O3", native, "-ffp-contract=fast", "-shared", "-fPIC", "-o", path, os.path.join(ROOT, "build", "peak.c")], check=True)
+        lib = ctypes.CDLL(path)
+        self._peak, self._copy = lib.peak_gflops, lib.copy_seconds
+        self._peak.argtypes, self._peak.restype = [ctypes.c_double], ctypes.c_double
+        self._copy.argtypes, self._copy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], ctypes.c_double
+        self.buffers = torch.ones(2, 64 << 20, dtype=torch.uint8)
+        self.peaks, self.copies = [], []
+
+    def peak(self):
+        self.peaks.append(self._peak(0.02))
+        return self.peaks[-1]
+
+    def copy(self):
+        """GB/s, read and written bytes both counted."""
+        to, source = self.buffers
+        self.copies.append(2e-9 * source.numel() / self._copy(to.data_ptr(), source.data_ptr(), source.numel()))
+
+
+def transformers_peer():
+    """{"chunk": ..., "recurrent": ...}, transformers' functions in plain PyTorch, or None where it is not installed."""
+    try:
+        from transformers.models.qwen3_next import modeling_qwen3_next as module
+    except ImportError:
+        return None
+    # Unwrapped: the decorators of newer versions replace the function by another implementation where they find one.
+    return {"chunk": inspect.unwrap(module.torch_chunk_gated_delta_rule), "recurrent": inspect.unwrap(module.torch_recurrent_gated_delta_rule)}
+
+
+def inputs(row):
+    torch.manual_seed(0)
+    dtype = getattr(torch, row.dtype)
+    q, k = (F.normalize(torch.randn(row.B, row.T, row.H, row.K), dim=-1).to(dtype) for _ in range(2))
+    v = torch.randn(row.B, row.T, row.HV, row.V).to(dtype)
+    g = F.logsigmoid(torch.randn(row.B, row.T, row.HV) + 2)  # float32 in models of any dtype
+    beta = torch.rand(row.B, row.T, row.HV).to(dtype)
+    return q, k, v, g, beta
+
+
+def operation(row, chunk, recurrent):
+    """A function without arguments that does what the row times and returns its results; chunk and recurrent are what to time."""
+    tensors = inputs(row)
+    if row.passes == "decode":
+        state = torch.randn(row.B, row.HV, row.K, row.V)
+        q, k, v, g, beta = tensors
+
+        def decode():
+            with torch.no_grad():
+                return recurrent(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+
+        return decode
+    flags = {"use_qk_l2norm_in_kernel": True} if row.l2norm else {}
+    if row.passes == "fwd":
+
+        def forward():
+            with torch.no_grad():
+                return chunk(*tensors[:3], g=tensors[3], beta=tensors[4], **flags)[:1]
+
+        return forward
+    for t in tensors:
+        t.requires_grad_()
+    upstream = torch.randn_like(tensors[2])
+
+    def both():
+        o, _ = chunk(*tensors[:3], g=tensors[3], beta=tensors[4], **flags)
+        return (o.detach(), *torch.autograd.grad(o, tensors, upstream))
+
+    return both
+
+
+def timed(f, clock):
+    begin = clock()
+    f()
+    return clock() - begin
+
+
+def distance(ours, theirs):
+    """The largest relative difference of two lists of tensors."""
+    return max(((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() for a, b in zip(ours, theirs))
+
+
+def measure(row, machine, peer, cores):
+    torch.set_num_threads(row.threads)
+    gdn.set_num_threads(row.threads)
+    os.sched_setaffinity(0, cores[:1] if row.threads == 1 else cores)
+    ours = operation(row, gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule)
+    theirs = operation(row, peer["chunk"], peer["recurrent"]) if peer and row.peer else None
+    results = ours()  # the first call of each is not timed, but compared
+    if theirs:
+        apart = distance(results, theirs())
+        if apart > (2e-2 if row.dtype == "bfloat16" else 1e-4):
+            raise SystemExit(f"{row.name}: libgdn and transformers differ by {apart:.1e}; figures of wrong results are worth nothing")
+    del results
+    gc.collect()
+    gc.disable()
+
+    # As many calls a round as fill a tenth of a second, rounds for about three seconds, a slow peer in the first three rounds only.
+    clock = time.process_time if row.threads == 1 else time.perf_counter
+    once = statistics.median(timed(ours, clock) for _ in range(3))
+    calls = max(1, min(1000, int(0.1 / once)))
+    rounds = max(5, min(15, int(3 / (once * calls))))
+    mine, others, peaks, wall, cpu = [], [], [], 0.0, 0.0
+    for turn in range(rounds):
+        peaks.append(machine.peak())
+        began = time.perf_counter(), time.process_time()
+        mine += [timed(ours, clock) for _ in range(calls)]
+        wall, cpu = wall + time.perf_counter() - began[0], cpu + time.process_time() - began[1]
+        if turn % 4 == 0:
+            machine.copy()
+        if theirs and (turn < 3 or others[0] < 0.1):
+            others += [timed(theirs, clock) for _ in range(max(1, min(calls, int(0.1 / others[0]))) if others else 1)]
+    gc.enable()
+
+    seconds, peak = statistics.median(mine), statistics.median(peaks)
+    gflops = row.flops / seconds * 1e-9
+    result = {"name": row.name, "ms": seconds * 1e3, "gflops": gflops, "peak_gflops": peak, "fraction": gflops / (peak * row.threads),
+              "best_ms": min(mine) * 1e3, "calls": len(mine), "cores": cpu / wall, "peers": {}}
+    if theirs:
+        result["peers"]["transformers"] = {"ms": statistics.median(others) * 1e3, "ratio": statistics.median(others) / seconds, "calls": len(others)}
+    if row.threads > 1 and cpu / wall < 0.8 * row.threads:
+        result["disturbed"] = True
+    if row.passes == "decode":
+        result["state_gb_s"] = 8e-9 * row.B * row.HV * row.K * row.V / seconds
+    if row.call:
+        result["call_us"] = statistics.median(timed(ours, time.perf_counter) for _ in range(20000)) * 1e6
+    if row.memory:
+        result["extra_gib"] = memory_in_child(row, "libgdn")
+        if theirs:
+            result["peers"]["transformers"]["extra_gib"] = memory_in_child(row, "transformers")
+    return result
+
+
+def memory_in_child(row, who):
+    """Peak extra memory, measured in a process that has computed nothing of that size before."""
+    words = [sys.executable, os.path.abspath(__file__), "--memory", json.dumps(dataclasses.asdict(row)), "--of", who]
+    return float(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def memory(row, who):
+    """GiB that a call needs at its peak beyond inputs, outputs and the gradients of both."""
+    def status(field):
+        with open("/proc/self/status") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith(field))
+
+    torch.set_num_threads(row.threads)
+    gdn.set_num_threads(row.threads)
+    peer = {"chunk": gdn.chunk_gated_delta_rule, "recurrent": gdn.fused_recurrent_gated_delta_rule} if who == "libgdn" else transformers_peer()
+    # A tiny call loads the libraries; all memory for the sizes of the row is still to come.
+    operation(dataclasses.replace(row, T=16, H=1, HV=1), **peer)()
+    call = operation(row, **peer)
+    gc.collect()
+    before = status("VmRSS")
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")  # VmHWM starts anew
+    results = call()
+    return (status("VmHWM") - before - sum(t.nbytes for t in results)) / GIB
+
+
+def commit():
+    def git(*words):
+        return subprocess.run(["git", "-C", ROOT, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.strip()
+
+    name = git("rev-parse", "--short=12", "HEAD") or "unknown"
+    return name + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def cpu_name():
+    with open("/proc/cpuinfo") as f:
+        names = [line.split(":", 1)[1].strip() for line in f if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def table(report):
+    """bench.md"""
+    lines = [
+        "# Benchmark",
+        "",
+        f"Commit {report['commit']} · {report['cpu']}, {report['cores']} cores · {report['library']} · PyTorch {report['torch']}"
+        + (f" · transformers {report['transformers']}" if report["transformers"] else ""),
+        "",
+        f"One thread: FMA peak {report['peak_gflops']:.0f} GFLOP/s, copy {report['copy_gb_s']:.1f} GB/s (read and written bytes both counted).",
+        "",
+        "Medians, as called from PyTorch, allocation of the outputs included: CPU time of the process for one thread (t1), wall time for more.",
+        "GFLOP/s count 6 K V per token and value head forward, 22 K V with backward. Fraction: of the FMA peak of one thread times the threads,",
+        "measured in turn with the row. transformers: its functions in plain PyTorch on the same tensors and threads, and how many times",
+        "longer they take. Call: wall time.",
+        "",
+        "| row | ms | GFLOP/s | fraction | transformers, ms | ratio | more |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in report["rows"]:
+        peer = row["peers"].get("transformers", {})
+        more = []
+        if "call_us" in row:
+            more.append(f"{row['call_us']:.1f} µs a call")
+        if "state_gb_s" in row:
+            more.append(f"{row['state_gb_s']:.1f} GB/s of state")
+        if "extra_gib" in row:
+            more.append(f"{row['extra_gib']:.2f} GiB extra")
+        if "extra_gib" in peer:
+            more.append(f"transformers {peer['extra_gib']:.2f} GiB")
+        if "disturbed" in row:
+            more.append(f"disturbed: got {row['cores']:.1f} cores")
+        digits = 1 if row["ms"] >= 10 else 3
+        lines.append(f"| {row['name']} | {row['ms']:.{digits}f} | {row['gflops']:.1f} | {row['fraction']:.2f} | "
+                     + (f"{peer['ms']:.{1 if peer['ms'] >= 10 else 3}f} | {peer['ratio']:.1f}" if peer else " | ") + f" | {', '.join(more)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="PATTERN", default="", help="rows whose name contains it")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    parser.add_argument("--of", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory:
+        print(memory(Row(**json.loads(args.memory)), args.of))
+        return
+    rows = [row for row in ROWS if fnmatch.fnmatchcase(row.name, f"*{args.only}*")]
+    if args.list:
+        print("\n".join(row.name for row in rows))
+        return
+    if not rows:
+        parser.error(f"no row has {args.only!r} in its name; --list prints them")
+
+    cores = sorted(os.sched_getaffinity(0))
+    machine, peer = Machine(), transformers_peer()
+    if peer:
+        import transformers
+    report = {"commit": commit(), "cpu": cpu_name(), "cores": len(cores), "library": _lib.library().gdn_build_info().decode(),
+              "torch": torch.__version__, "transformers": transformers.__version__ if peer else None}
+    report["rows"] = []
+    for row in rows:
+        if row.threads > len(cores):
+            print(f"{row.name}: left out, {len(cores)} core(s) may be used")
+            continue
+        result = measure(row, machine, peer, cores)
+        report["rows"].append(result)
+        ratio = "".join(f", {ratio['ratio']:.1f}x {name}" for name, ratio in result["peers"].items())
+        print(f"{row.name}: {result['ms']:.3f} ms, {result['fraction']:.2f} of peak{ratio}", flush=True)
+    if not report["rows"]:
+        return
+    report["peak_gflops"] = statistics.median(machine.peaks)
+    report["copy_gb_s"] = statistics.median(machine.copies)
+    with open(os.path.join(OUT, "bench.json"), "w") as f:
+        json.dump(report, f, indent=1)
+    with open(os.path.join(OUT, "bench.md"), "w") as f:
+        f.write(table(report))
+    print(f"written: {os.path.relpath(OUT)}/bench.json and bench.md")
+
+
+if __name__ == "__main__":
+    main()
