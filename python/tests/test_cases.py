@@ -518,45 +518,6 @@ def test_same_bits_every_time(function):
         same(run(function, tensors, FINAL, do, dht), first)
 
 
-# Refusals
-
-@both
-def test_double_backward(function):
-    tensors = {name: t.requires_grad_() for name, t in make(1, 10, 1, 1, 8, 8).items()}
-    o, _ = function(**tensors)
-    dq, = torch.autograd.grad(o.square().sum(), tensors["q"], create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(dq.sum(), tensors["k"])
-
-
-@both
-def test_unknown_keyword(function):
-    with pytest.raises(TypeError, match="hed_first"):
-        function(**make(1, 4, 1, 1, 8, 8), hed_first=True)
-
-
-@both
-def test_negative_eigenvalues_need_the_sigmoid(function):
-    with pytest.raises(ValueError, match="beta_sigmoid"):
-        function(**make(1, 4, 1, 1, 8, 8), allow_neg_eigval=True)
-
-
-@both
-@pytest.mark.parametrize("cu", [[1, 3, 8], [0, 5, 3, 8], [0, 3, 9], [-1, 8], [0, 3, 2**40], []], ids=str)
-def test_bad_offsets(cu, function):
-    tensors = make(1, 8, 1, 1, 8, 8, state=False)
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        function(**tensors, cu_seqlens=torch.tensor(cu, dtype=torch.int64))
-
-
-@both
-def test_offsets_need_one_batch_and_their_states(function):
-    with pytest.raises(ValueError, match="B=2|cu_seqlens"):
-        function(**make(2, 8, 1, 1, 8, 8, state=False), cu_seqlens=torch.tensor([0, 8]))
-    with pytest.raises(ValueError, match="initial_state"):
-        function(**make(1, 8, 1, 1, 8, 8, sequences=3), cu_seqlens=torch.tensor([0, 4, 8]))
-
-
 # Identities
 
 @both
