@@ -67,8 +67,8 @@ arm64: ## cross build and the Go suite under qemu (Debian: gcc-aarch64-linux-gnu
 	@build/arm64.sh
 
 wheel: lib ## build/out/gdn-*.whl with libgdn.so inside
-	@build/env.sh
-	@rm -f $(OUT)/*.whl
+	@build/env.sh pip
+	@rm -rf $(OUT)/*.whl $(OUT)/py
 	$(PY) -m pip wheel --quiet --no-deps --wheel-dir $(OUT) .
 	@ls -l $(OUT)/*.whl
 

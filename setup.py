@@ -4,7 +4,7 @@ import os
 import shutil
 import sysconfig
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -22,16 +22,18 @@ class WithLibrary(build_py):
             shutil.copy2(LIBRARY, target)
 
 
-class PlatformWheel(bdist_wheel):
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = False
+class WithPlatform(Distribution):
+    def has_ext_modules(self):
+        return True
 
+
+class PlatformWheel(bdist_wheel):
     def get_tag(self):
         return "py3", "none", sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 setup(
+    distclass=WithPlatform,
     cmdclass={"build_py": WithLibrary, "bdist_wheel": PlatformWheel},
     # setuptools would fill build/, which is the project's own.
     options={"build": {"build_base": os.path.join("build", "out", "py")}},

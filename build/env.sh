@@ -1,9 +1,9 @@
 #!/bin/bash
 # Prepares the Python environment: .venv, or the one that $PYTHON names. A second run finds everything done and ends at once.
-# usage: build/env.sh [test|demo|bench]    what the environment is needed for
+# usage: build/env.sh test|demo|bench|pip    what the environment is needed for; pip: for no more than pip
 set -eu
 cd "$(dirname "$0")/.."
-purpose=${1:-}
+purpose=$1
 : "${TORCH:=torch>=2.4}"
 
 refuse() { echo "libgdn: $*" >&2; exit 1; }
@@ -16,6 +16,7 @@ recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 9))'; }
 if [ -n "${PYTHON:-}" ]; then
 	command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON is not a program."
 	recent "$PYTHON" || refuse "PYTHON=$PYTHON is $("$PYTHON" -V); libgdn needs Python 3.9 or later."
+	[ "$purpose" != pip ] || exit 0
 	has "$PYTHON" torch || refuse "PYTHON=$PYTHON has no torch. Install torch>=2.4 there, or leave PYTHON out: then .venv gets its own."
 	case $purpose in
 	test) has "$PYTHON" pytest numpy || refuse "PYTHON=$PYTHON lacks pytest or numpy, which the tests need; only the package itself is installed there." ;;
@@ -33,14 +34,15 @@ venv=.venv/bin/python
 stamp=.venv/.gdn-ready
 wanted="torch: $TORCH, package: $(cksum <pyproject.toml)"
 if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
-	command -v python3 >/dev/null || refuse "python3 is not on PATH; libgdn needs Python 3.9 or later."
-	recent python3 || refuse "python3 is $(python3 -V); libgdn needs Python 3.9 or later."
 	if ! $venv -m pip --version >/dev/null 2>&1; then
+		command -v python3 >/dev/null || refuse "python3 is not on PATH; libgdn needs Python 3.9 or later."
+		recent python3 || refuse "python3 is $(python3 -V); libgdn needs Python 3.9 or later."
 		has python3 ensurepip || refuse "python3 cannot make virtual environments (Debian: install python3-venv)."
 		say "making a virtual environment in .venv with $(python3 -V)"
 		python3 -m venv --clear .venv
+		$venv -m pip install --quiet --upgrade pip
 	fi
-	$venv -m pip install --quiet --upgrade pip
+	[ "$purpose" != pip ] || exit 0
 	say "installing PyTorch ($TORCH) into .venv. This is the long step and happens once: PyTorch's default build brings the CUDA"
 	say "libraries, about 5 GB on disk and 75 s on a fast line. A CPU-only build is much smaller: make ... TORCH=\"torch --index-url URL\""
 	read -ra spec <<<"$TORCH"
