@@ -115,11 +115,13 @@ typedef struct { // per key head
 } ALN keys;
 typedef struct { // per value head
 	gates gt;
-	float GK[C * C], PG[C * C], fq[C]; // fq: scale b
+	float GK[C * C], PG[C * C], fk[C], fq[C], fd[C]; // factors of the rows of K S, Q S and V': b, scale b, d
+	int late;    // forward: the state is multiplied, by mul
+	float mul;
 	float *X;    // [2C][KP]  backward: s Q b, K b
 	float *KD;   // [C][KP]   backward: K d
 	float *VN;   // [C][VP]   backward: V'
-	float *eLv;  // [KP]      b_last
+	float *eLv;  // [KP]      backward: b_last
 	float *be;   // [C][ldbe] beta, PW wide when it is the same for all value channels
 	int ldbe;
 } ALN chunk;
@@ -238,8 +240,9 @@ INL void load_beta(const scan *s, int c, chunk *w, const sequence *q, int64_t t,
 // The backward's operands, decays in them: X = [s Q b ; K b], KD = K d
 static void decay_rows(const scan *s, const keys *k, chunk *w) {
 	const int KP = s->KP;
+	for (int d = 0; d < KP; d += VW) ST(w->eLv + d, bc(w->gt.eL));
 	for (int i = 0; i < C; i++) {
-		const vf x = bc(w->fq[i]), y = bc(w->gt.eb[i]), z = bc(w->gt.ed[i]);
+		const vf x = bc(w->fq[i]), y = bc(w->fk[i]), z = bc(w->fd[i]);
 		for (int d = 0; d < KP; d += VW) {
 			const vf ki = LD(k->k + i * KP + d);
 			ST(w->X + i * KP + d, LD(k->q + i * KP + d) * x);
@@ -249,8 +252,7 @@ static void decay_rows(const scan *s, const keys *k, chunk *w) {
 	}
 }
 INL void decay_factors(const scan *s, int c, const keys *k, chunk *w) {
-	for (int i = 0; i < c; i++) w->fq[i] = s->scale * w->gt.eb[i];
-	for (int d = 0; d < s->KP; d += VW) ST(w->eLv + d, bc(w->gt.eL));
+	for (int i = 0; i < c; i++) w->fk[i] = w->gt.eb[i], w->fq[i] = s->scale * w->gt.eb[i], w->fd[i] = w->gt.ed[i];
 	GAM_ROWS(c, &w->gt, {
 		ST(w->GK + i * C + z * VW, sel(j < i, LD(k->KK + i * C + z * VW) * gam, bc(0)));
 		ST(w->PG + i * C + z * VW, sel(j <= i, LD(k->QK + i * C + z * VW) * (gam * s->scale), bc(0)));
@@ -263,18 +265,68 @@ typedef struct { // rows of fp32 numbers; stream: store past the caches
 	ptrdiff_t ld;
 	int stream;
 } rows;
+// The state is kept as S = lag S': while the product of the decays is not too small, a chunk's decay goes into lag and from there into the
+// factors of rows, and S' is not multiplied at all. Returns the new lag.
+static float lag_state(chunk *c, float lag) {
+	const float next = lag * c->gt.eL;
+	c->late = !(next >= 1.f / 1024); // the factors must not come near the range's end
+	for (int i = 0; i < FC; i++) {
+		c->fk[i] *= lag;
+		c->fq[i] *= lag;
+		if (!c->late) c->fd[i] /= next;
+	}
+	c->mul = next;
+	return c->late ? 1 : next;
+}
+// S' <- mul S' + K^T (d V'). V' stays in registers where there are enough: a fifth fewer loads than row tiles make.
+INL void update_panel(int multiply, const chunk *c, const float *K, ptrdiff_t KP, float *S, float *VN, prefetch *Q) {
+	const vf mul = bc(c->mul);
+#if RB == 8
+	vf x[FC][NR];
+	UNROLL for (int j = 0; j < FC; j++) UNROLL for (int z = 0; z < NR; z++) x[j][z] = bc(c->fd[j]) * LD(VN + j * PW + z * VW);
+	for (ptrdiff_t d = 0; d < KP; d += 4) {
+		vf a[4][NR];
+		if (d % 8 == 0) pf(Q, 1);
+		UNROLL for (int i = 0; i < 4; i++)
+			UNROLL for (int z = 0; z < NR; z++) a[i][z] = multiply ? mul * LD(S + (d + i) * PW + z * VW) : (vf)LD(S + (d + i) * PW + z * VW);
+		UNROLL for (int j = 0; j < FC; j++)
+			UNROLL for (int i = 0; i < 4; i++) {
+				vf k = bc((K + d + j * KP)[i]);
+				UNROLL for (int z = 0; z < NR; z++) a[i][z] += k * x[j][z];
+			}
+		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) ST(S + (d + i) * PW + z * VW, a[i][z]);
+	}
+#else
+	for (int j = 0; j < FC; j++)
+		for (int z = 0; z < NR; z++) ST(VN + j * PW + z * VW, bc(c->fd[j]) * LD(VN + j * PW + z * VW));
+	for (int d = 0; d < KP; d += C) {
+#define UPDATE_ROWS(r, m)                                                                                    \
+	{                                                                                                        \
+		vf a[RB][NR];                                                                                        \
+		float *Sr = S + (d + r) * PW;                                                                        \
+		pf(Q, 4);                                                                                            \
+		UNROLL for (int i = 0; i < m; i++)                                                                   \
+			UNROLL for (int z = 0; z < NR; z++) a[i][z] = multiply ? mul * LD(Sr + i * PW + z * VW) : (vf)LD(Sr + i * PW + z * VW); \
+		tile(m, a, FC, K + d + r, 1, KP, VN, PW);                                                            \
+		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST(Sr + i * PW + z * VW, a[i][z]); \
+	}
+		ROWS16(UPDATE_ROWS)
+#undef UPDATE_ROWS
+	}
+#endif
+}
 // One panel of PW value columns: S [KP][PW] is read by the rows of K and of Q, then updated, while it is in the first cache. The decays are
 // factors of the products' rows, so that the rows as they came are the only other operand.
 INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v, rows e, rows o, const float *be, prefetch *Q) {
 	const ptrdiff_t KP = s->KP; // as wide as an address: then it is added in the address and needs no register of its own
-	const float *const K = key->k, *const eLv = c->eLv;
+	const float *const K = key->k;
 	float VN[FC * PW] ALN;
 #define ERROR_ROWS(r, m)                                                                                     \
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
 		tile_pf(m, a, KP, K + (r) * KP, KP, S, Q, 4);                                                   \
-		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = LD(v.p + (r + i) * v.ld + z * VW) - bc(c->gt.eb[r + i]) * a[i][z]; \
+		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = LD(v.p + (r + i) * v.ld + z * VW) - bc(c->fk[r + i]) * a[i][z]; \
 		for (int j = 0; j < r; j++) {                                                                        \
 			vf x[NR];                                                                                        \
 			UNROLL for (int z = 0; z < NR; z++) x[z] = LD(VN + j * PW + z * VW);                             \
@@ -313,38 +365,8 @@ INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v,
 	}
 	ROWS_FC(OUTPUT_ROWS)
 #undef OUTPUT_ROWS
-	// V' stays in registers where there are enough: a fifth fewer loads than row tiles make.
-#if RB == 8
-	vf x[FC][NR];
-	UNROLL for (int j = 0; j < FC; j++) UNROLL for (int z = 0; z < NR; z++) x[j][z] = bc(c->gt.ed[j]) * LD(VN + j * PW + z * VW);
-	for (ptrdiff_t d = 0; d < KP; d += 4) {
-		vf a[4][NR];
-		if (d % 8 == 0) pf(Q, 1);
-		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(eLv[d + i]) * LD(S + (d + i) * PW + z * VW);
-		UNROLL for (int j = 0; j < FC; j++)
-			UNROLL for (int i = 0; i < 4; i++) {
-				vf k = bc((K + d + j * KP)[i]);
-				UNROLL for (int z = 0; z < NR; z++) a[i][z] += k * x[j][z];
-			}
-		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) ST(S + (d + i) * PW + z * VW, a[i][z]);
-	}
-#else
-	for (int j = 0; j < FC; j++)
-		for (int z = 0; z < NR; z++) ST(VN + j * PW + z * VW, bc(c->gt.ed[j]) * LD(VN + j * PW + z * VW));
-	for (int d = 0; d < KP; d += C) {
-#define UPDATE_ROWS(r, m)                                                                                    \
-	{                                                                                                        \
-		vf a[RB][NR];                                                                                        \
-		float *Sr = S + (d + r) * PW;                                                                        \
-		pf(Q, 4);                                                                                            \
-		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(eLv[d + r + i]) * LD(Sr + i * PW + z * VW); \
-		tile(m, a, FC, K + d + r, 1, KP, VN, PW);                                                       \
-		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST(Sr + i * PW + z * VW, a[i][z]); \
-	}
-		ROWS16(UPDATE_ROWS)
-#undef UPDATE_ROWS
-	}
-#endif
+	if (c->late) update_panel(1, c, K, KP, S, VN, Q);
+	else update_panel(0, c, K, KP, S, VN, Q);
 }
 INL rows shift(rows r, ptrdiff_t n) { return r.p += r.p ? n : 0, r; }
 NOINL void panels(const scan *s, const chunk *c, const keys *key, float *S, rows v, rows e, rows o, prefetch *Q) {
@@ -382,7 +404,8 @@ typedef struct {
 	keys key;
 	chunk c[NCS];
 	float *v, *e, *o;        // [C][VP]
-	float *S, *D;            // states: of the unit's heads (forward S, backward D^T)
+	float *S, *D;            // states: of the unit's heads (forward S', backward D^T)
+	float *lag;              // forward: of each state
 	float *ST;               // backward: S^T at the entry of each chunk of a segment
 	float *dqk;              // backward: dk, dq rows of a segment, summed over the value heads
 	float *G, *KDT, *rows, *xy, *dv, *db;
@@ -395,7 +418,6 @@ static float *take(char **p, int64_t n) {
 }
 static int64_t chunk_scratch(const scan *s, chunk *c, char *p) {
 	char *p0 = p;
-	c->eLv = take(&p, s->KP);
 	c->ldbe = s->perv ? s->VP : PW;
 	c->be = take(&p, C * c->ldbe);
 	return p - p0;
@@ -409,13 +431,16 @@ static int64_t fwd_scratch(const scan *s, scratch *w, char *p) {
 	w->e = take(&p, FC * s->VP);
 	w->o = take(&p, FC * s->VP);
 	w->S = take(&p, s->group * s->G * s->KP * s->VP);
+	w->lag = take(&p, s->group * s->G);
 	return p - p0;
 }
 
-static void copy_stream(float *d, const float *s, int64_t n) {
-	if ((uintptr_t)d & 63) memcpy(d, s, sizeof *d * n);
+// d = f s, past the caches where it is aligned
+static void copy_state(float *d, const float *s, float f, int64_t n) {
+	if ((uintptr_t)d & 63)
+		for (int64_t i = 0; i < n; i += VW) ST(d + i, f * LD(s + i));
 	else
-		for (int64_t i = 0; i < n; i += VW) st_stream(d + i, LD(s + i));
+		for (int64_t i = 0; i < n; i += VW) st_stream(d + i, f * LD(s + i));
 }
 static void fwd_unit(void *ctx, int64_t unit, char *base) {
 	const scan *s = ctx;
@@ -426,13 +451,16 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 	scratch w;
 	fwd_scratch(s, &w, base);
 	chunk *c = &w.c[0];
-	for (int64_t hv = h0 * s->G; hv < h1 * s->G; hv++) state_in(s, &s->h0, n, hv, w.S + (hv - h0 * s->G) * KV);
+	for (int64_t i = 0; i < (h1 - h0) * s->G; i++) {
+		state_in(s, &s->h0, n, h0 * s->G + i, w.S + i * KV);
+		w.lag[i] = 1;
+	}
 	// Segment after segment, all heads of the unit in each: their rows lie side by side, so that pages are used several times.
 	for (int64_t t0 = 0; t0 < q.len; t0 += SEG)
 		for (int64_t h = h0; h < h1; h++) {
 			if (s->states && t0)
 				for (int64_t hv = h * s->G; hv < (h + 1) * s->G; hv++)
-					copy_stream(s->states + (hv * s->nstates + q.seg + t0 / SEG - 1) * KV, w.S + (hv - h0 * s->G) * KV, KV);
+					copy_state(s->states + (hv * s->nstates + q.seg + t0 / SEG - 1) * KV, w.S + (hv - h0 * s->G) * KV, w.lag[hv - h0 * s->G], KV);
 			for (int64_t t = t0; t < t0 + SEG && t < q.len; t += FC) {
 				const int m = q.len - t < FC ? q.len - t : FC;
 				load_keys(s, FC, &w.key, &q, t, m, h);
@@ -451,6 +479,7 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 					load_gates(s, FC, &c->gt, &q, t, m, hv);
 					load_beta(s, FC, c, &q, t, m, hv);
 					decay_factors(s, FC, &w.key, c);
+					w.lag[hv - h0 * s->G] = lag_state(c, w.lag[hv - h0 * s->G]);
 					const view vv = token_view(&s->v, q.b, q.t0 + t, hv), ov = token_view(&s->o, q.b, q.t0 + t, hv);
 					const rows v = rows_or(s, vv, m, w.v), o = rows_or(s, ov, m, w.o);
 					float *tape = s->errors ? s->errors + (hv * BT + q.row + t) * s->VP : NULL;
@@ -462,7 +491,10 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 				}
 			}
 		}
-	for (int64_t hv = h0 * s->G; hv < h1 * s->G; hv++) state_out(s, &s->ht, n, hv, w.S + (hv - h0 * s->G) * KV);
+	for (int64_t i = 0; i < (h1 - h0) * s->G && s->ht.dtype; i++) {
+		for (int64_t d = 0; d < KV; d += VW) ST(w.S + i * KV + d, w.lag[i] * LD(w.S + i * KV + d));
+		state_out(s, &s->ht, n, h0 * s->G + i, w.S + i * KV);
+	}
 	stream_fence();
 	restore_denormals(fp);
 }
@@ -474,6 +506,7 @@ static int64_t bwd_scratch(const scan *s, scratch *w, char *p) {
 	for (int i = 0; i < NCS; i++) {
 		chunk *c = &w->c[i];
 		p += chunk_scratch(s, c, p);
+		c->eLv = take(&p, s->KP);
 		c->X = take(&p, 2 * C * s->KP);
 		c->KD = take(&p, C * s->KP);
 		c->VN = take(&p, C * s->VP);
