@@ -248,7 +248,9 @@ def write(model, prompt, count, temperature=0.7):
         token = torch.multinomial((logits[0, -1] / temperature).softmax(-1), 1, generator=generator)
         written.append(token.item())
         logits, states = model(token[None], gdn.fused_recurrent_gated_delta_rule, states)
-    return written.decode("utf-8", "replace"), count / (time.perf_counter() - begin)
+    text = written.decode("utf-8", "replace")
+    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)  # a terminal would obey control characters
+    return text, count / (time.perf_counter() - begin)
 
 
 def compare(model, data, batch, length, rounds=5):
