@@ -57,6 +57,7 @@ const (
 	unit      Keys = "" // random
 	identical Keys = "identical"
 	collinear Keys = "collinear" // identical but for 1e-2 of noise
+	tiny      Keys = "tiny"      // where the norm is applied
 
 	sigmoid  Beta = "" // 0 to 1
 	absent   Beta = "none"
@@ -266,7 +267,7 @@ func cases(short bool) []*Case {
 	}
 
 	for _, f := range []string{"qk_l2norm", "gate", "gate with bias", "beta_sigmoid", "neg_eigval", "state_v_first", "scale", "no h0", "no dht", "neither",
-		"few outputs"} {
+		"few outputs", "tiny keys"} {
 		for _, d := range []core.DType{core.F32, core.BF16, core.F16, core.F64} {
 			add(f, func(c *Case) {
 				c.IO, c.T, c.H, c.HV, c.K, c.V, c.B = d, 67, 2, 4, 8, 12, 2
@@ -288,6 +289,8 @@ func cases(short bool) []*Case {
 					c.H0, c.Dht = false, false
 				case "few outputs":
 					c.Unwanted = []string{"final_state", "dg", "dgk", "dgv", "dbeta", "dA_log", "ddt_bias", "dh0"}
+				case "tiny keys":
+					c.Keys, c.Flags = tiny, map[string]float64{"qk_l2norm": 1}
 				case "scale":
 					c.Flags = map[string]float64{f: 0.3}
 				default:

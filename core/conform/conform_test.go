@@ -189,7 +189,7 @@ func TestArraysKeepElementsApart(t *testing.T) {
 				}
 				return true
 			})
-			for at := range a.mem {
+			for at := 0; at < len(a.mem); at += 5 { // all places within an element, in turn
 				a.mem[at] ^= 1
 				if a.touched(false) == nil {
 					t.Fatalf("%s, %s: an input's byte %d changed unnoticed", lie, around, at)
@@ -273,7 +273,7 @@ func poke(t *core.Tensor, offset int64) {
 // TestSuiteCatchesFaults gives the suite a right backend and wrong ones.
 func TestSuiteCatchesFaults(t *testing.T) {
 	some := cases(true)
-	some = slices.DeleteFunc(some, func(c *Case) bool { return c.B*c.T*c.HV*c.K*c.V > 80000 })
+	some = slices.DeleteFunc(some, func(c *Case) bool { return c.B*c.T*c.HV*c.K*c.V > 30000 })
 	for _, c := range some {
 		for _, op := range []string{c.forward(), c.backward()} {
 			if err := c.try(t, plainBackend{}, op); err != nil {
