@@ -14,8 +14,23 @@ import torch
 import gdn
 from gdn import _lib
 
-PRELUDE = """
+# Most programs do without torch, which takes seconds to import.
+ARRAYS = """
 import ctypes, faulthandler, os, signal, subprocess, sys, threading, time
+sys.modules["torch"] = None
+import numpy as np
+import gdn.array as ops
+from gdn import _lib
+
+def call(T=5, function=ops.chunk_gdn):
+    r = np.random.default_rng(0)
+    q, k, v = r.standard_normal((3, 1, T, 2, 64), np.float32)
+    return function(q, k / 8, v, g=-r.random((1, T, 2), np.float32), beta=r.random((1, T, 2), np.float32))[0]
+
+equal = np.array_equal
+"""
+TORCH = """
+import os, sys, time
 import torch, gdn
 from gdn import _lib
 torch.set_num_threads(1)
@@ -27,17 +42,18 @@ def call(T=5, function=gdn.chunk_gdn):
 """
 
 
-def child(program, timeout=60, code=0, shell=(), **environment):
-    """Runs a program in a new Python process, which must end with `code`, and returns what it printed."""
+def child(program, prelude=ARRAYS, timeout=60, code=0, shell=(), **environment):
+    """Runs a program in a new Python process, which must end with `code` (None: by a signal), and returns what it printed."""
     variables = {n: v for n, v in os.environ.items() if n not in ("GDN_ISA", "GDN_NUM_THREADS", "OMP_NUM_THREADS")}
     variables.update(PYTHONPATH=os.path.dirname(os.path.dirname(gdn.__file__)), **environment)
-    done = subprocess.run([*shell, sys.executable, "-c", PRELUDE + program], capture_output=True, text=True, timeout=timeout, env=variables)
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    done = subprocess.run([*shell, sys.executable, "-c", prelude + program], capture_output=True, text=True, timeout=timeout, env=variables)
+    assert done.returncode < 0 if code is None else done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout if code == 0 else done.stdout + done.stderr
 
 
 # Loading
 
+@pytest.mark.slow
 def test_import_compile_and_export_load_nothing():
     child("""
 from torch._subclasses import FakeTensorMode
@@ -50,7 +66,7 @@ torch.export.export(Layer(), (torch.randn(1, 8, 2, 4),))
 assert not _lib.loaded() and "libgdn" not in open("/proc/self/maps").read()
 call()
 assert _lib.loaded() and "libgdn" in open("/proc/self/maps").read()
-""")
+""", TORCH)
 
 
 def test_musl_is_refused(monkeypatch):  # P14
@@ -78,7 +94,7 @@ def test_beside_the_package_comes_first(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
-def test_exports(): # P16
+def test_exports():  # P16
     listed = subprocess.run(["nm", "-D", "--defined-only", _lib.path()], capture_output=True, text=True, check=True).stdout
     names = {line.split()[-1] for line in listed.splitlines() if not line.endswith(" A LIBGDN_0")}
     assert names and all(n.startswith("gdn_") and n.endswith("@@LIBGDN_0") for n in names), names
@@ -91,7 +107,7 @@ def test_two_go_libraries(tmp_path):  # P12
 other = ctypes.CDLL({str(copy)!r})
 ours = call(100)
 for i in range(200):
-    assert other.gdn_supports(b"fwd", None) == 1 and torch.equal(call(100), ours)
+    assert other.gdn_supports(b"fwd", None) == 1 and equal(call(100), ours)
 """)
 
 
@@ -123,7 +139,7 @@ def test_fork_after_a_call():  # P1
     said = child(FORK + """
 call(1000)
 assert in_child(call) < 1
-assert in_child(lambda: call(1, gdn.fused_recurrent_gdn)) < 1
+assert in_child(lambda: call(1, ops.fused_recurrent_gdn)) < 1
 call()
 """)
     assert said.count("before fork()") == 2 and "spawn" in said
@@ -153,23 +169,25 @@ try:
     list(DataLoader(Data(), num_workers=2, multiprocessing_context="fork", timeout=20))
 except RuntimeError as error:
     print(error)
-""")
+""", TORCH)
     assert "before fork()" in said
 
 
+@pytest.mark.slow
 def test_dataloader_worker_computes():  # P3
     child(DATALOADER + """
 got = list(DataLoader(Data(), num_workers=2, multiprocessing_context="fork", timeout=20))
 assert not _lib.loaded() and all(torch.equal(g[0], call().sum()) for g in got)
-""")
+""", TORCH)
 
 
+@pytest.mark.slow
 def test_dataloader_worker_that_does_not_call():  # P3
     child("""
 from torch.utils.data import DataLoader
 call()
 assert len(list(DataLoader(torch.arange(8), num_workers=2, multiprocessing_context="fork", timeout=20))) == 8
-""")
+""", TORCH)
 
 
 # Signals
@@ -195,7 +213,7 @@ except BrokenPipeError:
 def test_keyboard_interrupt():  # P7
     child("""
 call()
-q = torch.randn(1, 8192, 8, 128)
+q = np.ones((1, 8192, 8, 128), np.float32)
 started = threading.Event()
 def interrupt():
     started.wait()
@@ -205,7 +223,7 @@ threading.Thread(target=interrupt).start()
 try:
     started.set()
     for _ in range(500):
-        gdn.chunk_gdn(q, q / 128, q)
+        ops.chunk_gdn(q, q, q, use_qk_l2norm_in_kernel=True)
     sys.exit("not interrupted")
 except KeyboardInterrupt:
     call()
@@ -216,7 +234,7 @@ except KeyboardInterrupt:
 def test_faulthandler(order):  # P8
     enable = "faulthandler.enable()\n"
     said = child((enable if order == "before" else "") + "call()\n" + (enable if order == "after" else "") + "def culprit(): ctypes.string_at(0)\nculprit()",
-                 code=-11)
+                 code=None)
     assert "Segmentation fault" in said and "in culprit" in said
 
 
@@ -230,26 +248,8 @@ def culprit():
     out = ((1 << 46) + 4096,) + bad[1:]
     _lib.OPS["recurrent_fwd"]([bad] * 3 + [None] * 8 + [out] + [None] * 2, [0.5, 0, 0, 0, 0, 0])
 culprit()
-""", code=-11)
+""", code=None)
     assert "Segmentation fault" in said and "in culprit" in said
-
-
-def test_handlers_without_an_alternate_stack():  # P4
-    child("""
-class Action(ctypes.Structure):
-    _fields_ = [("handler", ctypes.c_void_p), ("mask", ctypes.c_uint64 * 16), ("flags", ctypes.c_int), ("restorer", ctypes.c_void_p)]
-libc = ctypes.CDLL(None, use_errno=True)
-action = Action(handler=ctypes.cast(libc.abs, ctypes.c_void_p).value, flags=0x10000000)  # SA_RESTART, not SA_ONSTACK
-expected = call(300)
-for n in (signal.SIGALRM, signal.SIGUSR1):
-    assert libc.sigaction(n, ctypes.byref(action), None) == 0
-signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
-stop = time.monotonic() + 2
-while time.monotonic() < stop:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert torch.equal(call(300), expected)
-signal.setitimer(signal.ITIMER_REAL, 0)
-""")
 
 
 def test_bad_calls_do_no_harm():  # P25
@@ -271,11 +271,12 @@ call()
 
 
 def test_exit_while_a_thread_computes():
+    # Through torch's dispatcher it would not end well: any operator written in Python makes C++ terminate there.
     child("""
-q = torch.randn(1, 4096, 8, 128)
+q = np.ones((1, 4096, 8, 128), np.float32)
 def forever():
     while True:
-        gdn.chunk_gdn(q, q / 128, q)
+        ops.chunk_gdn(q, q, q, use_qk_l2norm_in_kernel=True)
 threading.Thread(target=forever, daemon=True).start()
 time.sleep(0.3)
 """)
@@ -329,17 +330,18 @@ def test_other_threads_run_during_a_call():
 
 
 def test_number_of_threads_from_the_environment():  # P19, P20
-    show = "print(gdn.get_num_threads())"
+    show = "print(_lib.get_num_threads())"
     assert child(show, GDN_NUM_THREADS="3").strip() == "3"
     assert child(show, OMP_NUM_THREADS="3").strip() == "3"
     assert child(show, OMP_NUM_THREADS="3", GDN_NUM_THREADS="2").strip() == "2"
     assert child("os.environ['GDN_NUM_THREADS'] = '1'\n" + show).strip() == "1"
-    assert child("gdn.set_num_threads(4)\n" + show, GDN_NUM_THREADS="2").strip() == "4"
+    assert child("_lib.set_num_threads(4)\n" + show, GDN_NUM_THREADS="2").strip() == "4"
     if shutil.which("taskset"):
         first = str(min(os.sched_getaffinity(0)))
         assert child(show, shell=("taskset", "-c", first)).strip() == "1"
 
 
+@pytest.mark.slow
 def test_no_more_threads_than_asked():  # P19
     program = """
 torch.set_num_threads(4)
@@ -352,7 +354,7 @@ for _ in range(5):
     gdn.chunk_gdn(q, q / 64, q)
 print(count() - start)
 """
-    grown = {n: int(child(program, GDN_NUM_THREADS=str(n))) for n in (1, 3)}
+    grown = {n: int(child(program, TORCH, GDN_NUM_THREADS=str(n))) for n in (1, 3)}
     assert grown[1] <= 1 and grown[3] <= grown[1] + 2, grown  # the Go runtime may add one of its own
 
 
@@ -363,14 +365,12 @@ print(count() - start)
 def test_memory_of_training():
     """A32: what a forward and backward need beyond inputs, outputs and gradients grows with T and stays below 0.3 GiB (0.75 asked) at 4096."""
     program = """
-import resource
 def peak():
     with open("/proc/self/status") as file:
         return int([line for line in file if line.startswith("VmHWM")][0].split()[1]) * 1024
 def resident():
     with open("/proc/self/status") as file:
         return int([line for line in file if line.startswith("VmRSS")][0].split()[1]) * 1024
-T = int(sys.argv[1]) if len(sys.argv) > 1 else T
 B, H, HV, D = 1, 16, 32, 128
 q, k = (torch.randn(B, T, H, D).bfloat16().requires_grad_() for _ in range(2))
 v = torch.randn(B, T, HV, D).bfloat16().requires_grad_()
@@ -386,7 +386,7 @@ grads = torch.autograd.grad(o, [q, k, v, g, beta], do)
 outputs = sum(t.numel() * t.element_size() for t in (o, *grads))
 print(peak() - before - outputs)
 """
-    half, whole = (int(child(f"T = {T}\n" + program)) for T in (2048, 4096))
+    half, whole = (int(child(f"T = {T}\n" + program, TORCH)) for T in (2048, 4096))
     assert whole < 0.3 * 2 ** 30 and half < 0.6 * whole, (half, whole)
 
 
