@@ -141,28 +141,3 @@ def check(name, expected, got, bound=None):
         bound = BOUNDS[got.dtype] * (3 if name in ("dg", "dbeta", "dgk", "dgv") and got.dtype == torch.float32 else 1)
     e = error(expected, got)
     assert e <= bound, f"{name}: relative error {e:.2e}, bound {bound:.1e}"
-
-
-def compare(function, tensors, options, backward=True, bound=None, seed=7):
-    """Runs a public function and the reference on the same tensors; holds o, final_state and the gradients of all floating tensors to it.
-
-    The loss is sum(o do) + sum(final_state dht) with normal do and dht."""
-    ours = {n: x.detach().clone().requires_grad_(backward and x.is_floating_point()) for n, x in tensors.items() if x is not None}
-    theirs = {n: x.detach().clone().requires_grad_(backward and x.is_floating_point()) for n, x in tensors.items() if x is not None}
-    o, ht = function(**ours, output_final_state=True, **options)
-    ro, rht = delta_rule(**theirs, **options)
-    assert o.dtype == tensors["v"].dtype and ht.dtype == (torch.float64 if o.dtype == torch.float64 else torch.float32)
-    check("o", ro, o, bound)
-    check("ht", rht, ht, bound)
-    if not backward:
-        return
-    generator = torch.Generator().manual_seed(seed)
-    do = torch.randn(o.shape, generator=generator).to(o.dtype)
-    dht = torch.randn(ht.shape, generator=generator).to(ht.dtype)
-    names = [n for n, x in ours.items() if x.requires_grad]
-    got = torch.autograd.grad([o, ht], [ours[n] for n in names], [do, dht])
-    expected = torch.autograd.grad([ro, rht], [theirs[n] for n in names], [do.double(), dht.double()], materialize_grads=True)
-    short = {"initial_state": "dh0"}
-    for n, x, r in zip(names, got, expected):
-        assert x.dtype == tensors[n].dtype
-        check(short.get(n, "d" + n), r, x, bound)

@@ -13,6 +13,7 @@ import torch
 
 import gdn
 import gdn.array
+import gdn.env
 from gdn.array import _DLTensor, _Versioned
 
 both = pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
@@ -407,14 +408,17 @@ assert "torch" not in sys.modules
     assert "gdn.chunk_gated_delta_rule needs PyTorch" in done.stdout and "no attribute 'nonsense'" in done.stdout
 
 
-def test_environment(tmp_path):
+def test_environment(tmp_path, monkeypatch, capsys):
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(gdn.__file__))}
     done = subprocess.run([sys.executable, "-m", "gdn.env", "--json"], capture_output=True, text=True, env=environment, cwd=tmp_path)
     facts = json.loads(done.stdout)
     assert facts["gdn"] == facts["version"] == gdn.__version__ and facts["torch"] == torch.__version__.split("+")[0]
     assert os.path.samefile(facts["library"], gdn._lib.path()) and facts["threads"] >= 1 and facts["isa"]
-    plain = subprocess.run([sys.executable, "-m", "gdn.env"], capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert f"isa          {facts['isa']}" in plain.stdout
-    missing = subprocess.run([sys.executable, "-m", "gdn.env"], capture_output=True, text=True, cwd=tmp_path,
-                             env={**environment, "GDN_LIBRARY": str(tmp_path / "libgdn.so")})
-    assert missing.returncode == 0 and "error" in missing.stdout and "libgdn.so" in missing.stdout
+    monkeypatch.setattr(sys, "argv", ["gdn.env"])
+    gdn.env.main()
+    assert f"isa          {facts['isa']}" in capsys.readouterr().out
+    monkeypatch.setattr(gdn._lib, "_library", None)
+    monkeypatch.setenv("GDN_LIBRARY", str(tmp_path / "libgdn.so"))
+    gdn.env.main()
+    said = capsys.readouterr().out
+    assert "error" in said and "libgdn.so" in said and "isa " not in said
