@@ -51,13 +51,9 @@ demo: lib ## train a small language model of GDN layers on real text, about two 
 	@build/env.sh demo
 	@$(PY) examples/lm.py $(ARGS)
 
-# By default glibc takes each tensor of more than 32 MB anew from the system, and clearing it costs up to a fifth of a training step,
-# whoever computes. Training processes keep their memory, by such a setting or another allocator; so does the benchmark.
-KEEP_MEMORY = glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=68719476736:glibc.malloc.top_pad=67108864
-
 bench: lib ## time the operators beside the machine's peak and other implementations (ONLY=pattern runs some rows)
 	@build/env.sh bench
-	@GLIBC_TUNABLES=$(KEEP_MEMORY) $(PY) build/bench.py $(if $(ONLY),--only '$(ONLY)') $(ARGS)
+	@$(PY) build/bench.py $(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
 check: lib ## formatting, vet, generated files, exports, headers, clean tree
 	@build/check.sh

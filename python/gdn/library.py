@@ -138,7 +138,8 @@ _DTYPES = {getattr(torch, name): word for name, word in _lib.DTYPES.items() if h
 _DEVICES = {"cpu": _lib.CPU, "cuda": 2, "npu": _lib.NPU}
 
 
-def _view(t):
+def view(t):
+    """A tensor as _lib takes it."""
     kind = _DEVICES.get(t.device.type)
     if kind is None:
         raise NotImplementedError(f"gdn: no backend for tensors on {t.device}")
@@ -158,14 +159,14 @@ def _implementation(op):
     needs = [None if t["role"] == "out" else names.index(t["want"] or t["with"]) for t in outputs(row)]
 
     def run(*arguments):
-        views = [None if t is None else _view(t) for t in arguments[:n_inputs]]
+        views = [None if t is None else view(t) for t in arguments[:n_inputs]]
         try:
             results = allocate(*arguments)
         except (ValueError, IndexError, RuntimeError):
             # Shapes from which no sizes follow: the library says what is wrong with them.
             op.supports(views + _no_outputs(row, views), arguments[numbers])
             raise
-        views += [_view(t) if i is None or arguments[i] not in (None, False) else None for t, i in zip(results, needs)]
+        views += [view(t) if i is None or arguments[i] not in (None, False) else None for t, i in zip(results, needs)]
         op(views, arguments[numbers])
         return results
 
