@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from . import _lib, library
 
 # The keys of a call that goes from Autograd straight to the CPU: no mode, transform or tensor subclass wants to see it on the way.
-_PLAIN = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).add(torch._C.DispatchKey.AutogradCPU)
+_STRAIGHT = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).add(torch._C.DispatchKey.AutogradCPU)
 
 # forward: (backward, {its upstream gradient: the output it belongs to})
 PAIRS = {
@@ -26,7 +26,6 @@ def _differentiable(row, backward_row, upstream):
     op, backward_op = library.operator(row["name"]), library.operator(backward_row["name"])
     names = [t["name"] for t in library.inputs(row)]
     n_inputs, n_numbers = len(names), len(row["numbers"])
-    on_cpu = library.on_cpu[row["name"]]
     results = [t["name"] for t in library.outputs(row)]
     save = n_inputs + n_numbers + library.wants(row).index("save")
     # The output of the backward by the input that it is the gradient of: [(position in the outputs, position of the input)].
@@ -68,19 +67,29 @@ def _differentiable(row, backward_row, upstream):
 
     Function.__name__ = Function.__qualname__ = f"gdn_{row['name']}"
 
-    def kernel(keyset, *arguments):
-        if torch.is_grad_enabled():
-            for t in arguments[:n_inputs]:
-                if t is not None and t.requires_grad:
-                    _refuse_transforms(row)
-                    return Function.apply(keyset, *arguments)
+    def differentiable(keyset, *arguments):
+        _refuse_transforms(row)
+        return Function.apply(keyset, *arguments)
+
+    def plain(keyset, *arguments):
         if forward_ad._current_level >= 0:
             _refuse_tangents(row, arguments[:n_inputs])
-        if keyset == _PLAIN:
-            return on_cpu(*arguments)  # 5 us less than by the dispatcher
         return library.below_autograd(op, keyset, arguments)
 
-    return kernel
+    # The straight way to the CPU is 5 us shorter than the one by the dispatcher.
+    variants = library.on_cpu[row["name"]]
+    given = ", ".join(library.parameters(row))
+    needed = " or ".join(f"{t['name']}.requires_grad" if t["role"] == "in" else f"{t['name']} is not None and {t['name']}.requires_grad"
+                         for t in library.inputs(row))
+    return library.compiled("kernel", [
+        f"def kernel(keyset, {given}):",
+        f"    if is_grad_enabled() and ({needed}):",
+        f"        return differentiable(keyset, {given})",
+        "    if keyset == straight and forward_ad._current_level < 0:",
+        f"        return {variants.call}",
+        f"    return plain(keyset, {given})",
+    ], is_grad_enabled=torch.is_grad_enabled, differentiable=differentiable, straight=_STRAIGHT, forward_ad=forward_ad, variants=variants,
+        plain=plain)
 
 
 def _refuse_transforms(row):

@@ -14,7 +14,7 @@ NAMESPACE = "gdn"
 
 _fragment = torch.library.Library(NAMESPACE, "FRAGMENT")
 
-# By operator: the implementation for CPU tensors, as a function of all arguments.
+# By operator: the implementations for CPU tensors.
 on_cpu = {}
 
 
@@ -22,8 +22,9 @@ def define():
     """Registers all rows; autograd.py adds the gradients."""
     for name, op in _lib.OPS.items():
         _fragment.define(schema(op.row))
-        on_cpu[name] = _cpu_implementation(op)
-        _fragment.impl(name, on_cpu[name], "CPU")
+        variants = on_cpu[name] = Variants(op)
+        lines = [f"def run({', '.join(parameters(op.row))}):", f"    return {variants.call}"]
+        _fragment.impl(name, compiled("run", lines, variants=variants), "CPU")
         # Other devices, and tensors on several: the library finds the backend, or says that there is none.
         _fragment.impl(name, _implementation(op), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op.row), lib=_fragment)
@@ -75,26 +76,29 @@ def schema(row):
 # Functions of an operator are compiled from text made from its row: straight lines without a loop over the table. A call on one token
 # costs more in Python than in the kernel, and this halves it.
 
-def _compile(name, lines, **scope):
+def compiled(name, lines, **scope):
+    """The function of a name that the lines define."""
     scope.update(float32=torch.float32, float64=torch.float64)
     exec(compile("\n".join(lines), f"<gdn {name}>", "exec"), scope)
     return scope[name]
 
 
 def _sizes(row):
-    """Lines that bind the sizes from the required inputs' shapes, where a wrong rank raises ValueError."""
-    lines, known = [], set()
+    """Lines that bind the sizes from the required inputs' shapes, where a wrong rank raises ValueError; and the names of the sizes of those
+    inputs, by input."""
+    lines, known, names = [], set(), {}
     for t in inputs(row):
         letters = t["dims"].split()
         new = [d for d in letters if d in _ops.LETTERS and d not in known]
         if t["role"] == "in" and new:
-            lines.append(f"    {', '.join(d if d in new else '_' for d in letters)} = {t['name']}.shape")
+            names[t["name"]] = [d if d in new else f"{t['name']}_{i}" for i, d in enumerate(letters)]
+            lines.append(f"    {', '.join(names[t['name']])} = {t['name']}.shape")
             known.update(new)
         if "N+1" in letters:
             lines.append(f"    N = B if {t['name']} is None else {t['name']}.shape[0] - 1")
     lines += [f"    {name} = {expression}" for name, expression in row["derived"]]
     lines.append(f"    acc = float64 if {row['tensors'][0]['name']}.dtype is float64 else float32")
-    return lines
+    return lines, names
 
 
 def _shape(t):
@@ -123,7 +127,7 @@ def _nothing(row):
 
 def _allocator(row):
     """allocate(all arguments) -> outputs, for real tensors, fake ones and symbolic sizes."""
-    lines = [f"def allocate({', '.join(parameters(row))}):"] + _sizes(row)
+    lines = [f"def allocate({', '.join(parameters(row))}):"] + _sizes(row)[0]
     made = []
     for t in outputs(row):
         text = _allocation(row, t)
@@ -131,7 +135,7 @@ def _allocator(row):
             text = f"{text} if {t['want'] or t['with'] + ' is not None'} else {_nothing(row)}"
         made.append(text)
     lines.append(f"    return {', '.join(made)},")
-    return _compile("allocate", lines)
+    return compiled("allocate", lines)
 
 
 _DTYPES = {getattr(torch, name): word for name, word in _lib.DTYPES.items() if hasattr(torch, name)}
@@ -183,22 +187,22 @@ def _no_outputs(row, views):
     return empty
 
 
-def _cpu_implementation(op):
-    """The operator for tensors in CPU memory, compiled anew for each set of given tensors.
+class Variants(dict):
+    """The operator for tensors in CPU memory: a function for each set of given tensors, compiled when it is first needed.
 
     The text for one such set, shortened:
 
-        def run(q, ..., beta, ..., scale, ..., output_final_state, save):
+        def run(q, k, ..., beta, ..., scale, ..., output_final_state, save):
             try:
                 B, T, H, K = q.shape
                 ...
                 o = v.new_empty(B, T, HV, V)
-                q_0, q_1, q_2, q_3 = q.shape
+                k_0, k_1, k_2, k_3 = k.shape
                 ...
                 frame = frames.pop() if frames else new_frame()
-                at, memory, a0, a1, ... = frame
-                pack(memory, head, scale, ..., q.data_ptr(), 1, dtype4[q.dtype], a0, a1, 0, q_0, q_1, q_2, q_3, *q.stride(), ...)
-            except (ValueError, KeyError):
+                at, memory, a0, b0, a1, ... = frame
+                pack(memory, head, scale, ..., q.data_ptr(), 1, dtype4[q.dtype], a0, b0, 0, B, T, H, K, *q.stride(), ...)
+            except (ValueError, KeyError, IndexError, RuntimeError):
                 return general(q, ...)
             status = function(at)
             frames.append(frame)
@@ -208,58 +212,64 @@ def _cpu_implementation(op):
 
     A wrong rank or dtype lands in the general implementation, where the library words the error.
     """
-    row = op.row
-    general = _implementation(op)
-    names = ", ".join(parameters(row))
-    optional = [t for t in inputs(row) if t["role"] == "opt_in"]
-    # A tensor with an optional dimension counts by its rank, for the words to pack depend on it.
-    key = [f"{t['name']} is not None and {t['name']}.dim()" if "[" in t["dims"] else f"{t['name']} is not None" for t in optional] + wants(row)
 
-    class Variants(dict):
-        def __missing__(self, chosen):
-            self[chosen] = _variant(op, general, dict(zip([t["name"] for t in optional] + wants(row), chosen)))
-            return self[chosen]
+    def __init__(self, op):
+        self.op, self.general = op, _implementation(op)
+        optional = [t for t in inputs(op.row) if t["role"] == "opt_in"]
+        self.names = [t["name"] for t in optional] + wants(op.row)
+        # The text of a call: variants[g is not None, ..., save](q, k, ...). A tensor with an optional dimension counts by its rank, for the
+        # words to pack depend on it.
+        key = [f"{t['name']} is not None" + (f" and {t['name']}.dim()" if "[" in t["dims"] else "") for t in optional] + wants(op.row)
+        self.call = f"variants[{', '.join(key)},]({', '.join(parameters(op.row))})"
 
-    return _compile("run", [f"def run({names}):", f"    return variants[{', '.join(key)},]({names})"], variants=Variants())
+    def __missing__(self, key):
+        self[key] = _variant(self.op, self.general, dict(zip(self.names, key)))
+        return self[key]
 
 
 def _variant(op, general, chosen):
     row = op.row
     names = ", ".join(parameters(row))
-    sizes = {t["name"]: [f"{t['name']}_{i}" for i in range(len(t["dims"].split()))] for t in row["tensors"]}
-    given, ranks = [], []
+    body, sizes = _sizes(row)
+    body = [line.strip() for line in body]
+    given, ranks, shapes = [], [], []
     for t in row["tensors"]:
+        letters = t["dims"].split()
+        rank, new = len(letters), t["role"] in ("out", "opt_out")
         present = t["role"] in ("in", "out") or chosen.get(t["name"] if t["role"] == "opt_in" else t["want"] or t["with"])
-        rank = len(sizes[t["name"]])
-        if present and "[" in t["dims"]:
+        if present and letters[-1].startswith("["):
             rank = chosen[t["with"] or t["name"]]
-            if rank not in (len(sizes[t["name"]]) - 1, len(sizes[t["name"]])):
+            if rank not in (len(letters) - 1, len(letters)):
                 return general
-            sizes[t["name"]] = sizes[t["name"]][:rank]
         ranks.append(rank if present else None)
-        if present:
-            given.append(t)
-    body = [line.strip() for line in _sizes(row)]
-    for t in outputs(row):
-        body.append(f"{t['name']} = {_allocation(row, t) if t in given else _nothing(row)}")
+        if new:
+            body.append(f"{t['name']} = {_allocation(row, t) if present else _nothing(row)}")
+        if not present:
+            continue
+        given.append(t)
+        if new and not t["state"] and "[" not in t["dims"]:
+            shapes.append(letters)
+        elif t["name"] in sizes:
+            shapes.append(sizes[t["name"]])
+        else:
+            shapes.append([f"{t['name']}_{i}" for i in range(rank)])
+            body.append(f"{', '.join(shapes[-1])}, = {t['name']}.shape")
     words = [n["name"] for n in row["numbers"]]
-    for i, t in enumerate(given):
-        name, rank = t["name"], ranks[row["tensors"].index(t)]
-        new = t["role"] in ("out", "opt_out")
-        body.append(f"{', '.join(sizes[name])}, = {t['with'] if new and '[' in t['dims'] else name}.shape")
-        words += [f"{name}.data_ptr()", str(_lib.CPU), f"dtype{rank}[{name}.dtype]", f"a{i}", "0" if new else f"b{i}", "0", *sizes[name]]
+    for i, (t, shape) in enumerate(zip(given, shapes)):
+        name, new = t["name"], t["role"] in ("out", "opt_out")
+        words += [f"{name}.data_ptr()", str(_lib.CPU), f"dtype{len(shape)}[{name}.dtype]", f"a{i}", "0" if new else f"b{i}", "0", *shape]
         words += [] if new else [f"*{name}.stride()"]
     body.append("frame = frames.pop() if frames else new_frame()")
     body.append(f"at, memory, {', '.join(f'a{i}, b{i}' for i in range(len(given)))} = frame")
     body.append(f"pack(memory, head, {', '.join(words)})")
     lines = [f"def run({names}):", "    try:"] + ["        " + line for line in body]
-    lines += ["    except (ValueError, KeyError):", f"        return general({names})"]
+    lines += ["    except (ValueError, KeyError, IndexError, RuntimeError):", f"        return general({names})"]
     lines += ["    status = function(at)", "    frames.append(frame)", "    if status:", "        check(status)"]
     lines.append(f"    return {', '.join(t['name'] for t in outputs(row))},")
 
     layout = _lib.Layout(row, ranks, compact_outputs=True)
     scope = {f"dtype{r}": {dtype: word | r for dtype, word in _DTYPES.items()} for r in range(1, 6)}
-    return _compile("run", lines, frames=[], new_frame=layout.frame, pack=struct.Struct(layout.form).pack_into, head=layout.head,
+    return compiled("run", lines, frames=[], new_frame=layout.frame, pack=struct.Struct(layout.form).pack_into, head=layout.head,
                     general=general, function=op.function, check=_lib.check, **scope)
 
 

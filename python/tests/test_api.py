@@ -212,6 +212,7 @@ OFFSETS = {
     "beyond T": ([0, 3, 8], r"cu_seqlens\[2\] is 8, expected at most T=7"),
     "none": ([], r"cu_seqlens has shape \[0\], expected \[N\+1\], at least \[1\]"),
     "rank": ([[0, 3, 7]], r"cu_seqlens has rank 2, expected \[N\+1\]"),
+    "scalar": (0, r"cu_seqlens has rank 0, expected \[N\+1\]"),
 }
 
 
@@ -234,8 +235,9 @@ def test_wrong_offsets(function, case):
     offsets, message = OFFSETS[case]
     x = tensors(B=1)
     del x["initial_state"]
-    with pytest.raises(ValueError, match=message):
-        function(**x, cu_seqlens=torch.tensor(offsets, dtype=torch.int64))
+    for final_state in (False, True):
+        with pytest.raises(ValueError, match=message):
+            function(**x, cu_seqlens=torch.tensor(offsets, dtype=torch.int64), output_final_state=final_state)
     with pytest.raises(ValueError, match="cu_seqlens has dtype float32, expected int32 or int64"):
         function(**x, cu_seqlens=torch.tensor([0.0, 7.0]))
 
