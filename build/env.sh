@@ -32,7 +32,7 @@ fi
 
 venv=.venv/bin/python
 stamp=.venv/.gdn-ready
-wanted="torch: $TORCH, package: $(cksum <pyproject.toml)"
+wanted="torch: $TORCH, package: $(cksum <pyproject.toml), in: $PWD"
 if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
 	if ! $venv -m pip --version >/dev/null 2>&1; then
 		command -v python3 >/dev/null || refuse "python3 is not on PATH; libgdn needs Python 3.9 or later."
