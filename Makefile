@@ -9,6 +9,9 @@ OUT := build/out
 # The version script is refused in #cgo lines and applied twice in CGO_LDFLAGS; here it works.
 LDFLAGS := -s -w -extldflags "-Wl,--version-script=$(CURDIR)/capi/gdn.map -Wl,-soname,libgdn.so.0"
 GO_TEST := go test -timeout 20m
+# PyTorch's threads wait for each other by spinning for some ten milliseconds at each operation. Where another program has one of the cores, that
+# makes them 50 times slower (the demo on two cores). The benchmark keeps the default.
+test quick demo: export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: help lib gen test quick demo bench check asan arm64 wheel clean
 
