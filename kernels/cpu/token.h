@@ -78,29 +78,36 @@ static void FN(load)(const scan *s, FN(token) *w, const sequence *q, int64_t t, 
 		for (int d = n; d < VP; d++) w->be[d] = s->perv ? 0 : w->be[0];
 	}
 }
-// S~ in place of S [K][VP], its product with k, and the write; with a q also the read. From P to S, which may be the same.
-static void FN(step)(const scan *s, FN(token) *w, const REAL *P, REAL *S, int read) {
-	const int K = s->K, VP = s->VP;
-	for (int v = 0; v < VP; v += 4 * VR) {
-		const int nz = (VP - v) / VR < 4 ? (VP - v) / VR : 4;
-		FN(vr) acc[4] = {0}, av[4], x[4], o[4] = {0};
-		for (int z = 0; z < nz; z++) av[z] = RLD(w->av + v + z * VR);
-		for (int d = 0; d < K; d++)
-			for (int z = 0; z < nz; z++) {
-				FN(vr) u = RLD(P + (ptrdiff_t)d * VP + v + z * VR) * (w->ak[d] * av[z]);
-				RST(S + (ptrdiff_t)d * VP + v + z * VR, u);
-				acc[z] += w->k[d] * u;
-			}
-		for (int z = 0; z < nz; z++) x[z] = (RLD(w->v + v + z * VR) - acc[z]) * RLD(w->be + v + z * VR);
-		for (int d = 0; d < K; d++)
-			for (int z = 0; z < nz; z++) {
-				FN(vr) u = RLD(S + (ptrdiff_t)d * VP + v + z * VR) + w->k[d] * x[z];
-				RST(S + (ptrdiff_t)d * VP + v + z * VR, u);
-				if (read) o[z] += w->q[d] * u;
-			}
-		if (read)
-			for (int z = 0; z < nz; z++) RST(w->o + v + z * VR, o[z] * (REAL)s->scale64);
+// One token for n vectors of value columns from v on: S~, its product with k, the write, and the read where it is wanted. From P to S,
+// which may be the same.
+INL void FN(step_columns)(const scan *s, FN(token) *w, const REAL *P, REAL *S, int read, int v, int n) {
+	const int K = s->K;
+	const ptrdiff_t VP = s->VP;
+	FN(vr) acc[4] = {0}, av[4], x[4], o[4] = {0};
+	UNROLL for (int z = 0; z < n; z++) av[z] = RLD(w->av + v + z * VR);
+	for (int d = 0; d < K; d++) {
+		const REAL ak = w->ak[d], k = w->k[d];
+		UNROLL for (int z = 0; z < n; z++) {
+			FN(vr) u = RLD(P + d * VP + v + z * VR) * (ak * av[z]);
+			RST(S + d * VP + v + z * VR, u);
+			acc[z] += k * u;
+		}
 	}
+	UNROLL for (int z = 0; z < n; z++) x[z] = (RLD(w->v + v + z * VR) - acc[z]) * RLD(w->be + v + z * VR);
+	for (int d = 0; d < K; d++) {
+		const REAL k = w->k[d], q = w->q[d];
+		UNROLL for (int z = 0; z < n; z++) {
+			FN(vr) u = RLD(S + d * VP + v + z * VR) + k * x[z];
+			RST(S + d * VP + v + z * VR, u);
+			if (read) o[z] += q * u;
+		}
+	}
+	if (read) UNROLL for (int z = 0; z < n; z++) RST(w->o + v + z * VR, o[z] * (REAL)s->scale64);
+}
+static void FN(step)(const scan *s, FN(token) *w, const REAL *P, REAL *S, int read) {
+	int v = 0;
+	for (; v + 4 * VR <= s->VP; v += 4 * VR) FN(step_columns)(s, w, P, S, read, v, 4);
+	for (; v < s->VP; v += VR) FN(step_columns)(s, w, P, S, read, v, 1);
 }
 // D behind the token becomes D before it. P, S: states before and behind it.
 static void FN(step_bwd)(const scan *s, FN(token) *w, const REAL *P, const REAL *S, REAL *D, REAL *dg) {
@@ -176,6 +183,13 @@ static void FN(token_scratch)(const scan *s, FN(token) *w, char **p) {
 	for (int i = 0; i < 9; i++) *v[i] = FN(take)(p, s->VP);
 }
 
+// A state that lies in memory as the token form keeps it, or NULL
+static REAL *FN(state_in_place)(const scan *s, const gdnk_tensor *t, int64_t n, int64_t hv) {
+	if (t->dtype != (sizeof(REAL) == 4 ? GDNK_F32 : GDNK_F64) || s->V != s->VP) return NULL;
+	const view v = state_view(t, n, hv, s->v_first);
+	return v.col == 1 && v.row == s->V ? (REAL *)v.p : NULL;
+}
+
 static void FN(token_fwd)(void *ctx, int64_t unit, char *base) {
 	const scan *s = ctx;
 	const uint64_t fp = sizeof(REAL) == 4 ? flush_denormals() : 0;
@@ -184,16 +198,21 @@ static void FN(token_fwd)(void *ctx, int64_t unit, char *base) {
 	FN(token) w;
 	char *p = base;
 	FN(token_scratch)(s, &w, &p);
-	REAL *S = FN(take)(&p, s->K * s->VP);
-	FN(token_state_in)(s, &s->h0, n, hv, S);
-	for (int64_t t = 0; t < q.len; t++) {
+	// A step of decoding reads the state once and writes it once: from where it lies to where it shall lie, unless that is past the caches.
+	REAL *const place = s->stream || !q.len ? NULL : FN(state_in_place)(s, &s->ht, n, hv), *const S = place ? place : FN(take)(&p, s->K * s->VP);
+	const REAL *P = place ? FN(state_in_place)(s, &s->h0, n, hv) : NULL;
+	if (!P) {
+		FN(token_state_in)(s, &s->h0, n, hv, S);
+		P = S;
+	}
+	for (int64_t t = 0; t < q.len; t++, P = S) {
 		if (s->states && t && t % SEG == 0)
 			for (int d = 0; d < s->K; d++) memcpy(FN(tape_state)(s, &q, hv, t / SEG) + d * s->V, S + (ptrdiff_t)d * s->VP, sizeof(REAL) * s->V);
 		FN(load)(s, &w, &q, t, hv);
-		FN(step)(s, &w, S, S, 1);
+		FN(step)(s, &w, P, S, 1);
 		FN(row_out)(w.o, token_view(&s->o, q.b, q.t0 + t, hv), s->V);
 	}
-	FN(token_state_out)(s, &s->ht, n, hv, S);
+	if (!place) FN(token_state_out)(s, &s->ht, n, hv, S);
 	stream_fence();
 	if (sizeof(REAL) == 4) restore_denormals(fp);
 }
