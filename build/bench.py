@@ -6,11 +6,15 @@ usage: make bench [ONLY=pattern]      rows whose name contains the pattern (shel
 A row is measured in rounds: the machine's FMA peak, the library's operators, the same as a PyTorch user calls them, the peers, then again,
 so that all see the same frequency and the same neighbours. The operators are timed on memory that is there (ms and what follows from
 it); from PyTorch (torch_ms) they allocate their results, which by glibc's defaults is new memory for each tensor over 32 MB, and so do the
-peers, whose ratio is to torch_ms. All figures are medians. Rows of one thread run pinned to one core and count CPU time of the whole process, user and system,
-which other jobs on the core do not lengthen; alone on a core it is the wall time. Rows of more threads count wall time, so the machine
-should be idle; a row during which the process did not get the cores it asked for is marked. The peak is always CPU time of one thread.
-Results go to build/out/bench.json and bench.md. FLOPs are counted as 6 K V per token and value head forward and 22 K V with backward, whatever the algorithm does, and a fraction is
-GFLOP/s by the FMA peak of one thread times the threads.
+peers, whose ratio is to torch_ms. All figures are medians.
+
+Rows of one thread run pinned to one core and count CPU time of the whole process, user and system, which other jobs on the core do not
+lengthen; alone on a core it is the wall time. Rows of more threads count wall time, so the machine must be idle: a row for which the
+process did not get its cores is marked as disturbed and has no ratios. The peak is always CPU time of one thread.
+
+Results go to build/out/bench.json and bench.md, and with ARGS=--readme the rows of README.md's table there too. FLOPs are counted as 6 K V
+per token and value head forward and 22 K V with backward, whatever the algorithm does, and a fraction is GFLOP/s by the FMA peak of one
+thread times the threads.
 """
 
 import argparse
@@ -241,6 +245,8 @@ def measure(row, machine, peer, cores):
                                            "calls": len(others)}
     if row.threads > 1 and cpu / wall < 0.8 * row.threads:
         result["disturbed"] = True
+        for figures in result["peers"].values():
+            del figures["ratio"]  # threads that wait for each other's core say nothing about either implementation
     if row.passes == "decode":
         result["state_gb_s"] = 8e-9 * row.B * row.HV * row.K * row.V / seconds
     if row.call:
@@ -326,13 +332,48 @@ def table(report):
             more.append(f"disturbed: got {row['cores']:.1f} cores")
         digits = 1 if row["ms"] >= 10 else 3
         lines.append(f"| {row['name']} | {row['ms']:.{digits}f} | {row['gflops']:.1f} | {row['fraction']:.2f} | {row['torch_ms']:.{digits}f} | "
-                     + (f"{peer['ms']:.{1 if peer['ms'] >= 10 else 3}f} | {peer['ratio']:.1f}" if peer else " | ") + f" | {', '.join(more)} |")
+                     + (f"{peer['ms']:.{1 if peer['ms'] >= 10 else 3}f} | " if peer else " | ")
+                     + (f"{peer['ratio']:.1f}" if "ratio" in peer else "") + f" | {', '.join(more)} |")
     return "\n".join(lines) + "\n"
+
+
+def update_readme(report):
+    """Replaces what lies between the marks by the rows that have a peer."""
+    peers = {row["name"]: row["peers"]["transformers"] for row in report["rows"] if "ratio" in row["peers"].get("transformers", {})}
+    lines = [
+        f"{report['cpu']}, {report['cores']} cores, FMA peak {report['peak_gflops']:.0f} GFLOP/s a core; PyTorch {report['torch']}, transformers",
+        f"{report['transformers']}; commit {report['commit']}. t1 is one thread. Fraction: of the FMA peak, by the operators alone, with 6 K V FLOPs counted per",
+        "token and value head forward and 22 K V with backward. Times are of calls from PyTorch; transformers is its own code in plain PyTorch.",
+        "",
+        "| operator, pass, dtype, sizes, threads | fraction | libgdn, ms | transformers, ms | ratio |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in report["rows"]:
+        peer = peers.get(row["name"])
+        if peer:
+            fraction = "" if "/decode/" in row["name"] else f"{row['fraction']:.2f}"  # it is bound by memory
+            lines.append(f"| {row['name']} | {fraction} | {row['torch_ms']:.3g} | {peer['ms']:.3g} | {peer['ratio']:.1f} |")
+    lines += [""]
+    for row in report["rows"]:
+        if "extra_gib" in row:
+            other = row["peers"].get("transformers", {}).get("extra_gib")
+            lines.append(f"Memory of {row['name']} beyond inputs, outputs and their gradients: {row['extra_gib']:.2f} GiB"
+                         + (f"; transformers {other:.2f} GiB." if other else "."))
+        if "call_us" in row:
+            lines.append(f"A call from PyTorch on one token ({row['name']}): {row['call_us']:.0f} µs.")
+    path = os.path.join(ROOT, "README.md")
+    with open(path, encoding="utf-8") as f:
+        text = f.read()
+    begin, end = "<!-- measured: begin -->\n", "<!-- measured: end -->"
+    before, rest = text.split(begin)
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="PATTERN", default="", help="rows whose name contains it")
+    parser.add_argument("--readme", action="store_true", help="also write the results into README.md")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     parser.add_argument("--of", help=argparse.SUPPRESS)
@@ -360,7 +401,8 @@ def main():
             continue
         result = measure(row, machine, peer, cores)
         report["rows"].append(result)
-        ratio = "".join(f", {ratio['ratio']:.1f}x {name}" for name, ratio in result["peers"].items())
+        ratio = "".join(f", {figures['ratio']:.1f}x {name}" for name, figures in result["peers"].items() if "ratio" in figures)
+        ratio += ", disturbed" if "disturbed" in result else ""
         print(f"{row.name}: {result['ms']:.3f} ms, {result['fraction']:.2f} of peak; from PyTorch {result['torch_ms']:.3f} ms{ratio}", flush=True)
     if not report["rows"]:
         return
@@ -370,6 +412,8 @@ def main():
         json.dump(report, f, indent=1)
     with open(os.path.join(OUT, "bench.md"), "w") as f:
         f.write(table(report))
+    if args.readme:
+        update_readme(report)
     print(f"written: {os.path.relpath(OUT)}/bench.json and bench.md")
 
 

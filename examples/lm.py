@@ -207,7 +207,7 @@ def train(model, data, seconds, batch, length):
                 group["lr"] = peak * min(1, (len(history) + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * share))
             loss = train_step(model, optimizer, gdn.chunk_gated_delta_rule, *next(source))
             history.append((len(history) + 1, loss))
-            mean = loss if mean is None else mean + (loss - mean) * 0.05
+            mean = loss if mean is None else mean + (loss - mean) * 0.1
             elapsed = time.perf_counter() - begin
             progress.show(elapsed, len(history), mean, len(history) * batch * length / elapsed)
     finally:
@@ -223,12 +223,11 @@ def plot(history, validation, path):
     import matplotlib.pyplot as plt
 
     steps, losses = zip(*history)
-    smooth = [losses[0]]
-    for loss in losses[1:]:
-        smooth.append(smooth[-1] + (loss - smooth[-1]) * 0.05)
+    window = max(1, len(losses) // 25)
+    smooth = [statistics.fmean(losses[max(0, i - window):i]) for i in range(1, len(losses) + 1)]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="each step")
-    axes.plot(steps, smooth, color="tab:blue", label="running mean")
+    axes.plot(steps, smooth, color="tab:blue", label=f"mean of the last {window}")
     axes.plot(steps[-1:], [validation], "o", color="tab:red", label=f"held-out text: {validation:.3f}")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Byte-level language model of Gated DeltaNet layers, trained with libgdn")
     axes.grid(alpha=0.3)
