@@ -63,6 +63,7 @@ def chunk_gated_delta_rule(
             only be a way to go wrong.
         cp_context: context parallelism; not available yet.
         use_gate_in_kernel: g = -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (None: 0) of HV elements in any shape.
+            An A_log of -inf is an amplitude of 0: that head does not decay, and its A_log, dt_bias and g have zero gradients.
         chunk_size: 16, 32 or 64; does not change the result beyond rounding, and this library picks its own.
         transpose_state_layout: old name of ``state_v_first``.
         head_first: removed; tensors are [B, T, H, ...].
