@@ -355,7 +355,7 @@ def update_readme(report):
             ours, theirs = (f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}" for ms in (row["torch_ms"], peer["ms"]))
             lines.append(f"| {row['name']} | {fraction} | {ours} | {theirs} | {peer['ratio']:.1f} |")
     lines += [""]
-    if any(row["cores"] < 0.9 for row in report["rows"]):
+    if any(row["cores"] < 0.9 or "disturbed" in row for row in report["rows"]):
         lines.append("Other jobs ran on the machine at the time, and what they did to caches and memory is in these figures.")
     for row in report["rows"]:
         if "extra_gib" in row:
