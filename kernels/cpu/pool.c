@@ -1,7 +1,6 @@
 // The thread pool: parallel_for over an atomic counter. Workers start at the first parallel call, spin for about a millisecond after
 // each and then sleep; a caller that finds the pool busy does its work alone. Each thread keeps a grow-only scratch block.
 #define _GNU_SOURCE
-#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>

@@ -104,13 +104,13 @@ static sequence sequence_of(const scan *s, int64_t n) {
 // ---------------------------------------------------------------- one chunk's operands
 typedef struct {
 	float a[C], eb[C], ed[C]; // exp(g), prefix and exclusive suffix products
-	float graw[C], g[C];      // the gate as it came, and as a log decay
+	float graw[C], g[C], amp; // the gate as it came, with its bias, and as a log decay; its amplitude
 	float eL;
 	int n;
 } ALN gates;
 
 typedef struct { // per key head
-	float *k, *q; // [FC][KP] rows, normalised (backward: of a segment)
+	float *k, *q; // rows of a chunk, KP wide, normalised
 	float rn[2 * C], KK[C * C], QK[C * C]; // factors of the rows of k and q; products
 } ALN keys;
 typedef struct { // per value head
@@ -207,11 +207,11 @@ INL void load_gates(const scan *s, int c, gates *w, const sequence *q, int64_t t
 	float x[C] ALN = {0};
 	if (s->g.dtype) column_in(x, token_view(&s->g, q->b, q->t0 + t, hv), n);
 	if (s->gate) {
-		const float amp = expf(ld1((const char *)s->A_log.data, s->A_log.dtype, hv * s->A_log.stride[0]));
+		w->amp = expf(ld1((const char *)s->A_log.data, s->A_log.dtype, hv * s->A_log.stride[0]));
 		const float bias = s->dt_bias.dtype ? ld1((const char *)s->dt_bias.data, s->dt_bias.dtype, hv * s->dt_bias.stride[0]) : 0;
 		for (int i = 0; i < n; i++) {
 			w->graw[i] = x[i] + bias;
-			w->g[i] = x[i] = gate(w->graw[i], amp);
+			w->g[i] = x[i] = gate(w->graw[i], w->amp);
 		}
 	}
 	for (int i = 0; i < C; i += VW) ST(w->a + i, vexp(LD(x + i)));
@@ -731,9 +731,8 @@ static void bwd_chunk(const scan *s, chunk *c, scratch *w, const sequence *q, in
 		for (int i = 0; i < VW; i++) z += sd[i];
 		gate_gradient(X, xy, xy + C, z, dg);
 		if (s->gate) {
-			const float amp = expf(ld1((const char *)s->A_log.data, s->A_log.dtype, hv * s->A_log.stride[0]));
 			for (int i = 0; i < n; i++) {
-				gate_bwd(c->gt.graw[i], amp, c->gt.g[i], dg[i], &dg[i], &sums[0]);
+				gate_bwd(c->gt.graw[i], c->gt.amp, c->gt.g[i], dg[i], &dg[i], &sums[0]);
 				sums[1] += dg[i];
 			}
 		}
