@@ -2,7 +2,10 @@
 // checked Call, and the Backend interface.
 package core
 
-import "sync"
+import (
+	"slices"
+	"sync"
+)
 
 // Role says how an operator uses a tensor.
 type Role uint8
@@ -69,13 +72,13 @@ type Derived struct{ Name, Expr string }
 const (
 	MaxTensors = 32
 	MaxNumbers = 12
-	MaxSizes   = 16
+	MaxSizes   = 24
 	MaxRank    = 5
 )
 
 // Letters lists every size letter; a Call keeps the sizes in this order and so do the kernels. N is the number of sequences: the length
-// of cu_seqlens less one, or B without cu_seqlens.
-var Letters = []string{"B", "T", "H", "HV", "K", "V", "N"}
+// of cu_seqlens less one, or B without cu_seqlens. D counts channels, W taps of a filter, P maps or slots, R rows of another kind.
+var Letters = []string{"B", "T", "H", "HV", "K", "V", "N", "D", "W", "P", "R"}
 
-// Ops is the table. Its order is the order of the kernels' tables; append only.
-var Ops = []*Op{gdnFwd, gdnBwd, recurrentFwd, recurrentBwd}
+// Ops is the table, by families.
+var Ops = slices.Concat(gdnOps, kdaOps, stageOps, summaryOps, gateOps, convOps, pagedOps, frameOps)

@@ -4,6 +4,8 @@ package core
 //
 //	S~ = exp(g) S      e = v - S~^T k      S = S~ + k (beta e)^T      o = scale S^T q
 
+var gdnOps = []*Op{gdnFwd, gdnBwd, recurrentFwd, recurrentBwd}
+
 // Inputs and numbers that all ops of the family share.
 var (
 	argQ    = TensorArg{Name: "q", Role: In, Rule: Io, Dims: "B T H K", Doc: "queries"}

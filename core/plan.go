@@ -42,11 +42,33 @@ const (
 	sizeK
 	sizeV
 	sizeN
+	sizeD
+	sizeW
+	sizeP
+	sizeR
 )
 
 func (op *Op) compiled() *plan {
 	op.once.Do(func() { op.plan = newPlan(op) })
 	return op.plan
+}
+
+// Derive adds the derived sizes to those of the letters, of which absent ones are 0; ok is false where one is too large to be a size.
+func (op *Op) Derive(sizes map[string]int64) (ok bool) {
+	var s [MaxSizes]int64
+	p := op.compiled()
+	for i, letter := range Letters {
+		s[i] = sizes[letter]
+	}
+	for i, e := range p.derived {
+		n, ok := e.eval(&s)
+		if !ok {
+			return false
+		}
+		s[len(Letters)+i] = n
+		sizes[op.Derived[i].Name] = n
+	}
+	return true
 }
 
 // newPlan panics where the table is wrong; a test compiles every row.

@@ -28,6 +28,13 @@ func Run(t *testing.T, b core.Backend, setThreads func(n int)) {
 			})
 		}
 	}
+	for _, c := range plainCases(testing.Short()) {
+		t.Run(c.String(), func(t *testing.T) {
+			if err := c.try(t, b); err != nil {
+				t.Errorf("%v\nseed %d, %+v", err, Seed, *c)
+			}
+		})
+	}
 	t.Run("bits", func(t *testing.T) { runBits(t, b, setThreads) })
 }
 
@@ -138,16 +145,7 @@ func (c *Case) poison(a *array) {
 	if c.Cu == nil || len(a.shape) < 3 || a.shape[1] != int64(c.T) || a.name == "initial_state" || a.name == "dht" {
 		return
 	}
-	last := c.Cu[len(c.Cu)-1]
-	row := a.count() / max(c.T, 1)
-	a.offsets(func(i int, at int64) bool {
-		if i >= last*row {
-			for j := range a.dtype.Size() {
-				a.mem[at+j] = 0xFF
-			}
-		}
-		return true
-	})
+	a.poisonRows(int64(c.Cu[len(c.Cu)-1]))
 }
 
 // reference is the oracle's view of a call: the inputs as they were rounded.

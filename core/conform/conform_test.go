@@ -40,6 +40,25 @@ func TestCasesCoverTheTable(t *testing.T) {
 			}
 		}
 	}
+	for _, c := range plainCases(false) {
+		if names[c.String()] {
+			t.Errorf("two cases are named %v", c)
+		}
+		names[c.String()] = true
+		op := find(c.Op)
+		for i := range op.Tensors {
+			a := &op.Tensors[i]
+			state := "absent"
+			if c.has(op, a) {
+				state = c.dtype(op, a).String()
+				seen[fmt.Sprint(c.Op, " ", a.Name, " ", c.layout(a))] = true
+			}
+			seen[fmt.Sprint(c.Op, " ", a.Name, " ", state)] = true
+		}
+		for _, n := range op.Numbers {
+			seen[fmt.Sprint(c.Op, " ", n.Name, " ", c.Numbers[n.Name])] = true
+		}
+	}
 	want := func(what ...any) {
 		if s := fmt.Sprint(what...); !seen[s] {
 			t.Errorf("no case has %s", s)

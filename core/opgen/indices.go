@@ -17,10 +17,12 @@ func indices() string {
 			b.WriteString("enum { " + wrap(strings.Join(names, ", "), 110, "\n       ") + " };\n")
 		}
 	}
-	var ops []string
+	var ops, entries []string
 	for _, op := range core.Ops {
 		ops = append(ops, "OP_"+op.Name)
+		entries = append(entries, "X("+op.Name+")")
 	}
+	fmt.Fprintf(&b, "// All operators\n#define GDNK_OPS(X) \\\n\t%s\n\n", wrap(strings.Join(entries, " "), 110, " \\\n\t"))
 	enum("", append(ops, "OP_count"))
 	var sizes []string
 	for _, l := range core.Letters {

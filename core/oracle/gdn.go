@@ -29,15 +29,17 @@ type GDN struct {
 const l2Epsilon = 1e-6
 
 // Sequences returns the first row, counted over B and T, and the length of each sequence.
-func (p *GDN) Sequences() (first, length []int) {
-	if p.Cu == nil {
-		for b := range p.B {
-			first, length = append(first, b*p.T), append(length, p.T)
+func (p *GDN) Sequences() (first, length []int) { return sequences(p.B, p.T, p.Cu) }
+
+func sequences(batch, tokens int, cu []int) (first, length []int) {
+	if cu == nil {
+		for b := range batch {
+			first, length = append(first, b*tokens), append(length, tokens)
 		}
 		return first, length
 	}
-	for n := range len(p.Cu) - 1 {
-		first, length = append(first, p.Cu[n]), append(length, p.Cu[n+1]-p.Cu[n])
+	for n := range len(cu) - 1 {
+		first, length = append(first, cu[n]), append(length, cu[n+1]-cu[n])
 	}
 	return first, length
 }

@@ -2,8 +2,12 @@
 #ifndef GDNK_OPS_GEN_H
 #define GDNK_OPS_GEN_H
 
+// All operators
+#define GDNK_OPS(X) \
+	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd)
+
 enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_count };
-enum { SZ_B, SZ_T, SZ_H, SZ_HV, SZ_K, SZ_V, SZ_N, SZ_count };
+enum { SZ_B, SZ_T, SZ_H, SZ_HV, SZ_K, SZ_V, SZ_N, SZ_D, SZ_W, SZ_P, SZ_R, SZ_count };
 
 // gdn_fwd: tensors, numbers, derived sizes (indices into size[]).
 enum { T_fwd_q, T_fwd_k, T_fwd_v, T_fwd_g, T_fwd_beta, T_fwd_A_log, T_fwd_dt_bias, T_fwd_initial_state,

@@ -7,12 +7,5 @@
 #include "scan.h"
 #include "gdn.h"
 
-const gdnk_table TABLE = {
-	ISA,
-	{
-		[OP_fwd] = op_fwd,
-		[OP_bwd] = op_bwd,
-		[OP_recurrent_fwd] = op_recurrent_fwd,
-		[OP_recurrent_bwd] = op_recurrent_bwd,
-	},
-};
+#define ENTRY(name) [OP_##name] = op_##name,
+const gdnk_table TABLE = {ISA, {GDNK_OPS(ENTRY)}};

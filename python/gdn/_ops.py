@@ -6,7 +6,7 @@
 
 VERSION = "0.1.0"
 
-LETTERS = ("B", "T", "H", "HV", "K", "V", "N")
+LETTERS = ("B", "T", "H", "HV", "K", "V", "N", "D", "W", "P", "R")
 
 STATUSES = (
     "OK",
