@@ -104,10 +104,10 @@ typedef struct gdn_fwd_args {
 int32_t gdn_fwd(const gdn_fwd_args *args);
 
 // The size TAPE of gdn_fwd.
-static inline int64_t gdn_fwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N, int64_t D, int64_t W, int64_t P, int64_t R) {
+static inline int64_t gdn_fwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
 	int64_t KP = (K+31)/32*32;
 	int64_t VP = (V+31)/32*32;
-	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)D, (void)W, (void)P, (void)R, (void)KP, (void)VP; // not every operator needs all
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)KP, (void)VP; // not every size needs all
 	return HV*(B*T/64*KP*VP + B*T*VP);
 }
 
@@ -180,10 +180,10 @@ typedef struct gdn_bwd_args {
 int32_t gdn_bwd(const gdn_bwd_args *args);
 
 // The size TAPE of gdn_bwd.
-static inline int64_t gdn_bwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N, int64_t D, int64_t W, int64_t P, int64_t R) {
+static inline int64_t gdn_bwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
 	int64_t KP = (K+31)/32*32;
 	int64_t VP = (V+31)/32*32;
-	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)D, (void)W, (void)P, (void)R, (void)KP, (void)VP; // not every operator needs all
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)KP, (void)VP; // not every size needs all
 	return HV*(B*T/64*KP*VP + B*T*VP);
 }
 
@@ -243,8 +243,8 @@ typedef struct gdn_recurrent_fwd_args {
 int32_t gdn_recurrent_fwd(const gdn_recurrent_fwd_args *args);
 
 // The size TAPE of gdn_recurrent_fwd.
-static inline int64_t gdn_recurrent_fwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N, int64_t D, int64_t W, int64_t P, int64_t R) {
-	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)D, (void)W, (void)P, (void)R; // not every operator needs all
+static inline int64_t gdn_recurrent_fwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
 	return HV*(B*T/64)*K*V;
 }
 
@@ -325,8 +325,8 @@ typedef struct gdn_recurrent_bwd_args {
 int32_t gdn_recurrent_bwd(const gdn_recurrent_bwd_args *args);
 
 // The size TAPE of gdn_recurrent_bwd.
-static inline int64_t gdn_recurrent_bwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N, int64_t D, int64_t W, int64_t P, int64_t R) {
-	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)D, (void)W, (void)P, (void)R; // not every operator needs all
+static inline int64_t gdn_recurrent_bwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
 	return HV*(B*T/64)*K*V;
 }
 

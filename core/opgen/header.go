@@ -137,14 +137,30 @@ func writeSizes(b *strings.Builder, op *core.Op) {
 		if !used {
 			continue
 		}
-		fmt.Fprintf(b, "// The size %s of gdn_%s.\nstatic inline int64_t gdn_%s_%s(int64_t %s) {\n", d.Name, op.Name, op.Name, d.Name, strings.Join(core.Letters, ", int64_t "))
-		silence := append([]string{}, core.Letters...)
+		letters := lettersOf(op)
+		fmt.Fprintf(b, "// The size %s of gdn_%s.\nstatic inline int64_t gdn_%s_%s(int64_t %s) {\n", d.Name, op.Name, op.Name, d.Name, strings.Join(letters, ", int64_t "))
+		silence := append([]string{}, letters...)
 		for _, earlier := range op.Derived[:n] {
 			fmt.Fprintf(b, "\tint64_t %s = %s;\n", earlier.Name, cExpr(earlier.Expr))
 			silence = append(silence, earlier.Name)
 		}
-		fmt.Fprintf(b, "\t(void)%s; // not every operator needs all\n\treturn %s;\n}\n\n", strings.Join(silence, ", (void)"), cExpr(d.Expr))
+		fmt.Fprintf(b, "\t(void)%s; // not every size needs all\n\treturn %s;\n}\n\n", strings.Join(silence, ", (void)"), cExpr(d.Expr))
 	}
+}
+
+// lettersOf lists the letters that an operator's tensors have, in the table's order.
+func lettersOf(op *core.Op) []string {
+	var dims string
+	for i := range op.Tensors {
+		dims += " " + strings.NewReplacer("[", "", "]", "", "+1", "").Replace(op.Tensors[i].Dims) + " "
+	}
+	var letters []string
+	for _, l := range core.Letters {
+		if strings.Contains(dims, " "+l+" ") {
+			letters = append(letters, l)
+		}
+	}
+	return letters
 }
 
 // cExpr is a Derived expression in C: sizes are not negative, so both divisions round alike.
