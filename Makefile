@@ -13,7 +13,7 @@ GO_TEST := go test -timeout 20m
 # makes them 50 times slower (the demo on two cores). The benchmark keeps the default.
 test quick demo: export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help lib gen test quick demo bench check asan arm64 wheel clean
+.PHONY: help lib cann gen test quick demo bench check asan arm64 wheel clean
 
 help: ## this list
 	@awk -F ': .*## ' '/^[a-z0-9]+: .*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,12 @@ $(OUT)/libgdn.so: $(shell find go.mod Makefile capi core include kernels -name t
 	go build -buildmode=c-shared -trimpath -ldflags '$(LDFLAGS)' -o $(OUT)/libgdn.so ./capi
 	@rm -f $(OUT)/libgdn.h
 	@ln -sf libgdn.so $(OUT)/libgdn.so.0
+	@touch $@
+
+cann: $(OUT)/cann/built$(SAN) ## build/out/cann: fake CANN libraries, see ascendc/fake/README.md (SAN=1: also with AddressSanitizer)
+
+$(OUT)/cann/built$(SAN): $(wildcard ascendc/fake/*)
+	SAN=$(SAN) ascendc/fake/build.sh
 	@touch $@
 
 gen: ## everything that follows from the table in core/ops*.go: header, C entries, kernel indices, Python table

@@ -1,0 +1,46 @@
+#!/bin/bash
+# Builds the fake CANN libraries into build/out:
+#	cann      CANN 9.0 with today's fla-npu
+#	cann-old  CANN 8.3 with fla-npu as of August 2026: fewer symbols, other argument lists and layouts
+#	cann-asan the first one with AddressSanitizer, when SAN=1
+set -eu
+cd "$(dirname "$0")"
+out=../../build/out
+flags="-std=gnu11 -O2 -g -Wall -Wextra -Werror -Wno-missing-field-initializers -fPIC -fvisibility=hidden -shared -pthread"
+
+# library FILE SOURCES AND FLAGS...
+library() { gcc $flags $sanitize -DCANN=$cann -DFLA=$fla -Wl,-soname,"$(basename "$1")" -o "$1" "${@:2}"; }
+
+# headers FOLDER: what a fla-npu package declares, taken from the sources here
+headers() {
+	mkdir -p "$1"
+	gcc -E -P -DCANN=$cann -DFLA=$fla -x c fla*.c | tr '\n' ' ' | grep -oE 'int aclnn[A-Za-z0-9]+GetWorkspaceSize\([^)]*\)' |
+		sed -E 's/\bT /const aclTensor *\&/g; s/&//g; s/\bL /const aclIntArray */g; s/Executor \*\*/aclOpExecutor **/; s/_Bool/bool/g; s/^int/aclnnStatus/' |
+		while read -r line; do
+			op=$(sed -E 's/.*aclnn([A-Za-z0-9]+)GetWorkspaceSize.*/\1/' <<<"$line")
+			file=$1/aclnn_$(sed -E 's/([a-z0-9])([A-Z])/\1_\2/g' <<<"$op" | tr A-Z a-z).h
+			if [ $fla = 1 ] && [ $op = SolveTri ]; then # as shipped: the entry exists and is not declared
+				echo 'namespace l0op { const aclTensor *SolveTri(const aclTensor *x, aclOpExecutor *executor); }' >"$file"
+				continue
+			fi
+			{
+				echo '#include "aclnn/acl_meta.h"'
+				echo "$line;"
+				echo "aclnnStatus aclnn$op(void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, aclrtStream stream);"
+			} >"$file"
+		done
+}
+
+build() { # FOLDER CANN FLA SANITIZER-FLAGS
+	local folder=$out/$1 cann=$2 fla=$3 sanitize=$4
+	rm -rf "$folder"
+	local lib=$folder/lib64 vendor=$folder/opp/vendors/fla_npu_transformer
+	mkdir -p "$lib" "$vendor/op_api/lib"
+	library "$lib/libascendcl.so" control.c memory.c races.c runtime.c client.c
+	local with="-L$lib -lascendcl -Wl,-rpath,\$ORIGIN"
+	library "$lib/libnnopbase.so" tensor.c op.c $with
+}
+
+build cann 900 2 ""
+build cann-old 803 1 ""
+[ "${SAN:-}" = "" ] || build cann-asan 900 2 "-fsanitize=address -fno-omit-frame-pointer"
