@@ -78,36 +78,48 @@ static void FN(load)(const scan *s, FN(token) *w, const sequence *q, int64_t t, 
 		for (int d = n; d < VP; d++) w->be[d] = s->perv ? 0 : w->be[0];
 	}
 }
-// One token for n vectors of value columns from v on: S~, its product with k, the write, and the read where it is wanted. From P to S,
-// which may be the same.
-INL void FN(step_columns)(const scan *s, FN(token) *w, const REAL *P, REAL *S, int read, int v, int n) {
+static REAL FN(dot)(const REAL *a, const REAL *b, int n) {
+	FN(vr) x = {0};
+	int d = 0;
+	for (; d + VR <= n; d += VR) x += RLD(a + d) * RLD(b + d);
+	REAL s = FN(hsum)(x);
+	for (; d < n; d++) s += a[d] * b[d];
+	return s;
+}
+// One token from P to S, which may be the same memory, for n vectors of value columns from v on. The state is read once for both of its
+// products, k^T S~ and q^T S~, and once more, from the caches, to be written: with x = beta e, S^T q is S~^T q + (q.k) x.
+INL void FN(step_columns)(const scan *s, const FN(token) *w, const REAL *P, REAL *S, int read, REAL qk, int v, int n) {
 	const int K = s->K;
 	const ptrdiff_t VP = s->VP;
-	FN(vr) acc[4] = {0}, av[4], x[4], o[4] = {0};
-	UNROLL for (int z = 0; z < n; z++) av[z] = RLD(w->av + v + z * VR);
+	FN(vr) e[8] = {0}, o[8] = {0}, x[8], av[8];
 	for (int d = 0; d < K; d++) {
-		const REAL ak = w->ak[d], k = w->k[d];
+		const REAL k = w->k[d] * w->ak[d], q = w->q[d] * w->ak[d];
 		UNROLL for (int z = 0; z < n; z++) {
-			FN(vr) u = RLD(P + d * VP + v + z * VR) * (ak * av[z]);
-			RST(S + d * VP + v + z * VR, u);
-			acc[z] += k * u;
-		}
-	}
-	UNROLL for (int z = 0; z < n; z++) x[z] = (RLD(w->v + v + z * VR) - acc[z]) * RLD(w->be + v + z * VR);
-	for (int d = 0; d < K; d++) {
-		const REAL k = w->k[d], q = w->q[d];
-		UNROLL for (int z = 0; z < n; z++) {
-			FN(vr) u = RLD(S + d * VP + v + z * VR) + k * x[z];
-			RST(S + d * VP + v + z * VR, u);
+			const FN(vr) u = RLD(P + d * VP + v + z * VR);
+			e[z] += k * u;
 			if (read) o[z] += q * u;
 		}
 	}
-	if (read) UNROLL for (int z = 0; z < n; z++) RST(w->o + v + z * VR, o[z] * (REAL)s->scale64);
+	UNROLL for (int z = 0; z < n; z++) {
+		av[z] = RLD(w->av + v + z * VR);
+		x[z] = (RLD(w->v + v + z * VR) - av[z] * e[z]) * RLD(w->be + v + z * VR);
+		if (read) RST(w->o + v + z * VR, (av[z] * o[z] + qk * x[z]) * (REAL)s->scale64);
+	}
+	for (int d = 0; d < K; d++) {
+		const REAL k = w->k[d], ak = w->ak[d];
+		UNROLL for (int z = 0; z < n; z++) {
+			const ptrdiff_t i = d * VP + v + z * VR;
+			RST(S + i, RLD(P + i) * (ak * av[z]) + k * x[z]);
+		}
+	}
 }
 static void FN(step)(const scan *s, FN(token) *w, const REAL *P, REAL *S, int read) {
+	const REAL qk = FN(dot)(w->q, w->k, s->K);
 	int v = 0;
-	for (; v + 4 * VR <= s->VP; v += 4 * VR) FN(step_columns)(s, w, P, S, read, v, 4);
-	for (; v < s->VP; v += VR) FN(step_columns)(s, w, P, S, read, v, 1);
+	if (RB == 8) // half of the registers are the sums
+		for (; v + 8 * VR <= s->VP; v += 8 * VR) FN(step_columns)(s, w, P, S, read, qk, v, 8);
+	for (; v + 4 * VR <= s->VP; v += 4 * VR) FN(step_columns)(s, w, P, S, read, qk, v, 4);
+	for (; v < s->VP; v += VR) FN(step_columns)(s, w, P, S, read, qk, v, 1);
 }
 // D behind the token becomes D before it. P, S: states before and behind it.
 static void FN(step_bwd)(const scan *s, FN(token) *w, const REAL *P, const REAL *S, REAL *D, REAL *dg) {
