@@ -8,7 +8,7 @@ import struct
 
 import torch
 
-from . import _lib, _ops
+from . import _lib, _ops, memory
 
 NAMESPACE = "gdn"
 
@@ -109,15 +109,20 @@ def _shape(t):
     return ", ".join(letters)
 
 
-def _allocation(row, t):
-    """An expression that allocates an output."""
+def _allocation(row, t, recycle=False):
+    """An expression that allocates an output; with recycle a large one in memory that is used again."""
     source, dtype = (t["like"], "") if t["rule"] == "same" else (row["tensors"][0]["name"], ", dtype=acc")
-    made = f"{source}.new_empty({_shape(t)}{dtype})"
-    if t["state"]:
-        letters = t["dims"].split()
-        swapped = ", ".join(letters[:-2] + letters[:-3:-1])
-        made = f"({source}.new_empty({swapped}{dtype}) if state_v_first else {made})"
-    return made
+    letters = t["dims"].split()
+
+    def new(shape):
+        made = f"{source}.new_empty({shape}{dtype})"
+        if not recycle or "*" in shape:
+            return made
+        return f"({made} if {' * '.join(letters)} < {memory.ELEMENTS} else recycled(({shape},), {'acc' if dtype else source + '.dtype'}))"
+
+    if not t["state"]:
+        return new(_shape(t))
+    return f"({new(', '.join(letters[:-2] + letters[:-3:-1]))} if state_v_first else {new(_shape(t))})"
 
 
 def _nothing(row):
@@ -243,7 +248,7 @@ def _variant(op, general, chosen):
                 return general
         ranks.append(rank if present else None)
         if new:
-            body.append(f"{t['name']} = {_allocation(row, t) if present else _nothing(row)}")
+            body.append(f"{t['name']} = {_allocation(row, t, recycle=True) if present else _nothing(row)}")
         if not present:
             continue
         given.append(t)
@@ -270,7 +275,7 @@ def _variant(op, general, chosen):
     layout = _lib.Layout(row, ranks, compact_outputs=True)
     scope = {f"dtype{r}": {dtype: word | r for dtype, word in _DTYPES.items()} for r in range(1, 6)}
     return compiled("run", lines, frames=[], new_frame=layout.frame, pack=struct.Struct(layout.form).pack_into, head=layout.head,
-                    general=general, function=op.function, check=_lib.check, **scope)
+                    general=general, function=op.function, check=_lib.check, recycled=memory.recycled, **scope)
 
 
 def _fake(row):
