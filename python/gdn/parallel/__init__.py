@@ -1,0 +1,19 @@
+"""Context parallelism: one token axis over several ranks, for Gated DeltaNet, Kimi Delta Attention and the short convolution before them.
+
+    cp = gdn.parallel.ContextParallel(group, "p2p")              # once, with the model, on all ranks
+    plan = gdn.parallel.SequencePlan(offsets, lengths, cp.rank)  # how a batch's documents lie on the ranks
+    o, state = gdn.chunk_gated_delta_rule(q, k, v, g, beta, cp=cp.bind(plan))
+
+Each rank passes its own tokens and gets their outputs and gradients, which are those of a single process. ``cp=cp`` without a plan stands for
+sequences that are not packed and equally long on all ranks.
+"""
+
+from .checkpoint import checkpoint
+from .convolution import causal_conv1d, halo
+from .cost import Machine
+from .executor import ContextParallel
+from .plan import SequencePlan
+from .protocols import all_gather, auto, automatic, grouped, hybrid, p2p, recursive_doubling, ulysses
+
+__all__ = ["ContextParallel", "Machine", "SequencePlan", "all_gather", "auto", "automatic", "causal_conv1d", "checkpoint", "grouped", "halo",
+           "hybrid", "p2p", "recursive_doubling", "ulysses"]
