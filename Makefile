@@ -23,7 +23,7 @@ lib: $(OUT)/libgdn.so ## build/out/libgdn.so
 
 # Left to itself, go compiles all C anew for each c-shared build (it caches no package that exports nothing to C), so make looks first.
 # Folders are in the list because a removed file counts too.
-$(OUT)/libgdn.so: $(shell find go.mod Makefile capi core include kernels -name testdata -prune -o -name '*_test.go' -o -print)
+$(OUT)/libgdn.so: $(shell find go.mod go.sum Makefile ascendc capi core include kernels -name testdata -prune -o -name '*_test.go' -o -print)
 	@build/tools.sh
 	@mkdir -p $(OUT)
 	go build -buildmode=c-shared -trimpath -ldflags '$(LDFLAGS)' -o $(OUT)/libgdn.so ./capi

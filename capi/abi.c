@@ -41,7 +41,8 @@ static void restore_sigpipe(void) {
 
 // Per thread: a key and not a __thread variable, for glibc has little static TLS to give to libraries loaded late.
 typedef struct {
-	char *error; // malloced, or 0
+	char *error, *path; // malloced, or 0
+	gdnc_caller caller;
 	gdnc_text info;
 } thread_state;
 
@@ -50,6 +51,7 @@ static int have_key;
 
 static void free_state(void *p) {
 	free(((thread_state *)p)->error);
+	free(((thread_state *)p)->path);
 	free(p);
 }
 
@@ -77,15 +79,29 @@ static thread_state *state(void) {
 	return s;
 }
 
+static void keep(char **to, const char *text, size_t length) {
+	free(*to);
+	if ((*to = malloc(length + 1))) {
+		memcpy(*to, text, length);
+		(*to)[length] = 0;
+	}
+}
+
 void gdnc_set_error(const char *text, size_t length) {
 	thread_state *s = state();
-	if (!s)
-		return;
-	free(s->error);
-	if ((s->error = malloc(length + 1))) {
-		memcpy(s->error, text, length);
-		s->error[length] = 0;
-	}
+	if (s)
+		keep(&s->error, text, length);
+}
+
+void gdnc_set_path(const char *text, size_t length) {
+	thread_state *s = state();
+	if (s)
+		keep(&s->path, text, length);
+}
+
+gdnc_caller gdnc_get_caller(void) {
+	thread_state *s = state();
+	return s ? s->caller : (gdnc_caller){0};
 }
 
 int32_t gdnc_enter(int32_t op, const void *args, int32_t run) {
@@ -113,6 +129,7 @@ const char *gdn_version(void) { return GDN_VERSION; }
 int32_t gdn_supports(const char *op, const void *args) {
 	if (forked)
 		return GDN_FORKED;
+	gdnc_set_path("", 0);
 	for (int32_t i = 0; op && gdnc_ops[i]; i++)
 		if (strcmp(op, gdnc_ops[i]) == 0)
 			return gdnc_enter(i, args, 0);
@@ -122,6 +139,39 @@ int32_t gdn_supports(const char *op, const void *args) {
 	gdnc_set_error(text, (size_t)n);
 	return GDN_INVALID_ARGUMENT;
 }
+
+const char *gdn_last_path(void) {
+	thread_state *s = forked ? 0 : state();
+	return s && s->path ? s->path : "";
+}
+
+int32_t gdn_set_stream(void *stream) {
+	if (forked)
+		return GDN_FORKED;
+	thread_state *s = state();
+	if (!s)
+		return GDN_OUT_OF_MEMORY;
+	s->caller.stream = stream;
+	return GDN_OK;
+}
+
+int32_t gdn_set_allocator(void *(*allocate)(void *user, int32_t device, size_t bytes, void *stream),
+                          void (*release)(void *user, int32_t device, void *memory, size_t bytes, void *stream), void *user) {
+	static const char one[] = "gdn_set_allocator: one of allocate and release is NULL, expected both or none";
+	if (forked)
+		return GDN_FORKED;
+	thread_state *s = state();
+	if (!s)
+		return GDN_OUT_OF_MEMORY;
+	if (!allocate != !release) {
+		gdnc_set_error(one, sizeof one - 1);
+		return GDN_INVALID_ARGUMENT;
+	}
+	s->caller.allocate = allocate, s->caller.release = release, s->caller.user = user;
+	return GDN_OK;
+}
+
+int32_t gdn_trim(void) { return gdnc_enter(GDNC_TRIM, 0, 1); }
 
 int32_t gdn_set_num_threads(int32_t n) { return gdnc_enter(GDNC_SET_THREADS, &n, 1); }
 

@@ -13,6 +13,7 @@ enum {
 	GDNC_SET_THREADS = -3, // int32_t * to read
 	GDNC_ISA = -4,         // gdnc_text * to write
 	GDNC_BUILD_INFO = -5,  // gdnc_text * to write
+	GDNC_TRIM = -6,        // nothing
 };
 
 #ifdef __clang__
@@ -27,6 +28,19 @@ typedef struct {
 
 // Clears the error text, then goes to Go, unless this is a forked child. run 0 stops after the checks.
 int32_t gdnc_enter(int32_t op, const void *args, int32_t run);
+
+// What this thread has set for its calls on devices.
+typedef struct {
+	void *stream;
+	void *(*allocate)(void *user, int32_t device, size_t bytes, void *stream);
+	void (*release)(void *user, int32_t device, void *memory, size_t bytes, void *stream);
+	void *user;
+} gdnc_caller;
+
+gdnc_caller gdnc_get_caller(void);
+
+// Keeps a copy of the text for gdn_last_path on this thread.
+void gdnc_set_path(const char *text, size_t length);
 
 // Keeps a copy of the text, which need not end in 0, for gdn_last_error on this thread.
 void gdnc_set_error(const char *text, size_t length);

@@ -13,20 +13,34 @@ import (
 	"runtime"
 	"unsafe"
 
+	"libgdn/ascendc"
 	"libgdn/core"
 	_ "libgdn/include" // the C files include these headers
 	"libgdn/kernels/cpu"
 )
 
 // backends are asked in this order; each serves a device.
-var backends = []core.Backend{cpu.New()}
+var (
+	ascend   = ascendc.New(caller)
+	backends = []core.Backend{cpu.New(), ascend}
+)
+
+// caller is what this thread has set for its calls on devices.
+func caller() ascendc.Caller {
+	c := C.gdnc_get_caller()
+	return ascendc.Caller{Stream: uintptr(c.stream), Allocate: uintptr(unsafe.Pointer(c.allocate)), Release: uintptr(unsafe.Pointer(c.release)),
+		User: uintptr(c.user)}
+}
 
 // gdnCall is the only way from C into Go. It stays on the caller's thread, so the error text it leaves is that thread's.
 //
 //export gdnCall
 func gdnCall(op C.int32_t, args unsafe.Pointer, run C.int32_t) C.int32_t {
-	err := enter(backends, int(op), args, run != 0)
+	path, err := enter(backends, int(op), args, run != 0)
 	if err == nil {
+		if path != "" {
+			C.gdnc_set_path((*C.char)(unsafe.Pointer(unsafe.StringData(path))), C.size_t(len(path)))
+		}
 		return C.int32_t(core.OK)
 	}
 	text := err.Error()
@@ -37,7 +51,7 @@ func gdnCall(op C.int32_t, args unsafe.Pointer, run C.int32_t) C.int32_t {
 func main() {} // c-shared wants one and never calls it
 
 // enter turns a panic into an error: one that left here would end the host process.
-func enter(backends []core.Backend, op int, args unsafe.Pointer, run bool) (err error) {
+func enter(backends []core.Backend, op int, args unsafe.Pointer, run bool) (path string, err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			err = core.Errorf(core.Internal, "%s: internal error, please report it: %v (at %s)", symbol(op), r, origin())
@@ -46,7 +60,7 @@ func enter(backends []core.Backend, op int, args unsafe.Pointer, run bool) (err 
 	if op >= 0 {
 		return core.Dispatch(backends, core.Ops[op], args, run)
 	}
-	return service(op, args)
+	return "", service(op, args)
 }
 
 func symbol(op int) string {
@@ -80,6 +94,8 @@ func service(op int, args unsafe.Pointer) error {
 			return core.Errorf(core.InvalidArgument, "gdn_set_num_threads: n is %d, expected at least 1", n)
 		}
 		cpu.SetNumThreads(int(n))
+	case C.GDNC_TRIM:
+		return ascend.Trim()
 	case C.GDNC_ISA:
 		write(args, cpu.ISA())
 	case C.GDNC_BUILD_INFO:

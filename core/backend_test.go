@@ -13,10 +13,15 @@ type fakeBackend struct {
 	runs     int
 }
 
-func (f *fakeBackend) Name() string         { return "fake" }
-func (f *fakeBackend) Device() DeviceType   { return f.device }
-func (f *fakeBackend) Supports(*Call) error { return f.supports }
-func (f *fakeBackend) Run(c *Call) error    { f.runs++; return f.run }
+func (f *fakeBackend) Name() string       { return "fake" }
+func (f *fakeBackend) Device() DeviceType { return f.device }
+func (f *fakeBackend) Run(c *Call) error  { f.runs++; return f.run }
+func (f *fakeBackend) Supports(*Call) (string, error) {
+	if f.supports != nil {
+		return "", f.supports
+	}
+	return "the fake one", nil
+}
 
 func TestDispatch(t *testing.T) {
 	no := Errorf(Unsupported, "gdn_fwd: not this one")
@@ -31,7 +36,8 @@ func TestDispatch(t *testing.T) {
 	}{
 		{"runs", Device{CPU, 0}, fakeBackend{device: CPU}, true, OK, "", 1},
 		{"asks only", Device{CPU, 0}, fakeBackend{device: CPU}, false, OK, "", 0},
-		{"not supported", Device{CPU, 0}, fakeBackend{device: CPU, supports: no}, true, Unsupported, "gdn_fwd: not this one", 0},
+		{"not supported", Device{CPU, 0}, fakeBackend{device: CPU, supports: no}, false, Unsupported, "gdn_fwd: not this one", 0},
+		{"refused", Device{CPU, 0}, fakeBackend{device: CPU, run: no}, true, Unsupported, "gdn_fwd: not this one", 1},
 		{"fails", Device{CPU, 0}, fakeBackend{device: CPU, run: Errorf(OutOfMemory, "gdn_fwd: no memory")}, true, OutOfMemory, "gdn_fwd: no memory", 1},
 		{"fails without a status", Device{CPU, 0}, fakeBackend{device: CPU, run: errors.New("odd")}, true, Internal, "odd", 1},
 		{"Ascend", Device{12, 3}, fakeBackend{device: CPU}, true, NoBackend, "gdn_fwd: the tensors are on Ascend NPU:3, for which this build has no backend; it has: fake", 0},
@@ -49,9 +55,12 @@ func TestDispatch(t *testing.T) {
 				}
 			}
 			defer b.pinner.Unpin()
-			err := Dispatch([]Backend{&test.backend}, gdnFwd, b.pointer(), test.run)
+			path, err := Dispatch([]Backend{&test.backend}, gdnFwd, b.pointer(), test.run)
 			if StatusOf(err) != test.status || err != nil && err.Error() != test.want || test.backend.runs != test.runs {
 				t.Errorf("status %d, error %v, %d runs", StatusOf(err), err, test.backend.runs)
+			}
+			if asked := !test.run && test.status == OK; asked != (path == "the fake one") {
+				t.Errorf("path %q", path)
 			}
 		})
 	}

@@ -421,15 +421,9 @@ func (c *Call) wrongShape(p *plan, i int) *Error {
 // checkOffsets reads sequence offsets: the one place where Go reads what a tensor holds, in host memory by rule.
 func (c *Call) checkOffsets(i int) *Error {
 	t, name := &c.Tensors[i], c.Op.Tensors[i].Name
-	base, step := *(*unsafe.Pointer)(unsafe.Pointer(&t.Data)), t.Stride[0]*t.DType.Size()
 	last := int64(0)
 	for j := int64(0); j < t.Shape[0]; j++ {
-		var n int64
-		if address := unsafe.Add(base, j*step); t.DType == I32 {
-			n = int64(*(*int32)(address))
-		} else {
-			n = *(*int64)(address)
-		}
+		n := t.integer(j)
 		switch {
 		case j == 0 && n != 0:
 			return c.invalid("%s[0] is %d, expected 0", name, n)
@@ -441,4 +435,26 @@ func (c *Call) checkOffsets(i int) *Error {
 		last = n
 	}
 	return nil
+}
+
+// integer reads element j of a vector of integers in host memory.
+func (t *Tensor) integer(j int64) int64 {
+	address := unsafe.Add(*(*unsafe.Pointer)(unsafe.Pointer(&t.Data)), j*t.Stride[0]*t.DType.Size())
+	if t.DType == I32 {
+		return int64(*(*int32)(address))
+	}
+	return *(*int64)(address)
+}
+
+// Offsets returns the sequence offsets that came with the call, nil where there are none.
+func (c *Call) Offsets() []int64 {
+	i := c.Op.compiled().offsets
+	if i < 0 || c.Tensors[i].DType == None {
+		return nil
+	}
+	list := make([]int64, c.Tensors[i].Shape[0])
+	for j := range list {
+		list[j] = c.Tensors[i].integer(int64(j))
+	}
+	return list
 }

@@ -7,6 +7,8 @@ import (
 	"testing"
 )
 
+const purego = "github.com/ebitengine/purego"
+
 // Who may import whom: a package of ours, and all of ours that it may reach. Go's own packages are free, others are listed.
 var mayImport = map[string][]string{
 	"libgdn/core":         {},
@@ -15,7 +17,9 @@ var mayImport = map[string][]string{
 	"libgdn/core/oracle":  {"libgdn/core"},
 	"libgdn/core/conform": {"libgdn/core", "libgdn/core/oracle"},
 	"libgdn/kernels/cpu":  {"libgdn/core", "libgdn/include"},
-	"libgdn/capi":         {"libgdn/core", "libgdn/include", "libgdn/kernels/cpu"},
+	"libgdn/ascendc":      {"libgdn/core", purego, purego + "/internal/cgo", purego + "/internal/strings"},
+	"libgdn/capi": {"libgdn/ascendc", "libgdn/core", "libgdn/include", "libgdn/kernels/cpu", purego, purego + "/internal/cgo",
+		purego + "/internal/strings"},
 }
 
 func TestImports(t *testing.T) {

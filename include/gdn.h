@@ -335,8 +335,25 @@ static inline int64_t gdn_recurrent_bwd_TAPE(int64_t B, int64_t T, int64_t H, in
 const char *gdn_last_error(void);
 
 // GDN_OK if the operator ("fwd" for gdn_fwd) would run with these arguments, else the status it would return. Nothing is run; only
-// sequence offsets are read.
+// sequence offsets are read. gdn_last_path then tells how the operator would run.
 int32_t gdn_supports(const char *op, const void *args);
+
+// How the operator of this thread's last gdn_supports would run, in a few words: the instruction set of the CPU, or the vendor's operators
+// on an Ascend NPU. Empty after a refusal. Good until the thread's next gdn_supports.
+const char *gdn_last_path(void);
+
+// Calls with tensors on a device (DLPack's device types 12 and 21: Ascend NPUs) enqueue their work and return. They do so on the stream that
+// the same thread set last (an aclrtStream of the tensors' device); NULL, as in the beginning, is the device's default stream.
+int32_t gdn_set_stream(void *stream);
+
+// Where this thread's calls get device memory that only they need. The memory must be ordered by the stream: it is released right after the
+// work that uses it was enqueued, and may be handed out again for the same stream at once. Addresses are multiples of 32; NULL says that
+// there is none. With both functions NULL, as in the beginning, the library has memory of its own, some for each stream, and keeps it.
+int32_t gdn_set_allocator(void *(*allocate)(void *user, int32_t device, size_t bytes, void *stream),
+                          void (*release)(void *user, int32_t device, void *memory, size_t bytes, void *stream), void *user);
+
+// Waits for the devices and gives back the memory that the library keeps on them.
+int32_t gdn_trim(void);
 
 // "0.1.0"
 const char *gdn_version(void);

@@ -65,8 +65,8 @@ int main(void) {
 
 	tensor *all[] = {&x.tq, &x.tk, &x.tv, &x.tg, &x.tbeta, &x.th0, &x.to, &x.tht};
 	for (int i = 0; i < 8; i++)
-		all[i]->t.device.device_type = kDLExtDev, all[i]->t.device.device_id = 1;
-	REFUSED(gdn_fwd(&x.a), GDN_NO_BACKEND, "gdn_fwd: the tensors are on Ascend NPU:1, for which this build has no backend; it has: cpu");
+		all[i]->t.device.device_type = kDLCUDA, all[i]->t.device.device_id = 1;
+	REFUSED(gdn_fwd(&x.a), GDN_NO_BACKEND, "gdn_fwd: the tensors are on CUDA:1, for which this build has no backend; it has: cpu, ascend");
 
 	x.a.q = NULL;
 	REFUSED(gdn_supports("fwd", &x.a), GDN_INVALID_ARGUMENT, "gdn_fwd: q is NULL, expected [B T H K]");

@@ -83,7 +83,7 @@ func (c *call) run(b core.Backend) error {
 	}
 	c.pack()
 	defer c.pinned.Unpin()
-	if err := core.Dispatch([]core.Backend{b}, c.op, unsafe.Pointer(&c.words[0]), true); err != nil {
+	if _, err := core.Dispatch([]core.Backend{b}, c.op, unsafe.Pointer(&c.words[0]), true); err != nil {
 		return err
 	}
 	// The backend knew the arrays by their addresses only.

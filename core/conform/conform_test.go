@@ -234,9 +234,9 @@ type plainBackend struct {
 	after func(c *core.Call)
 }
 
-func (plainBackend) Name() string              { return "oracle" }
-func (plainBackend) Device() core.DeviceType   { return core.CPU }
-func (plainBackend) Supports(*core.Call) error { return nil }
+func (plainBackend) Name() string                        { return "oracle" }
+func (plainBackend) Device() core.DeviceType             { return core.CPU }
+func (plainBackend) Supports(*core.Call) (string, error) { return "plain", nil }
 
 // elements visits the memory of each element.
 func elements(t *core.Tensor, f func(i int, mem []byte)) {

@@ -21,9 +21,11 @@ type backend struct{}
 // New returns the CPU backend. It has no state of its own: the pool and its scratch belong to the process.
 func New() core.Backend { return backend{} }
 
-func (backend) Name() string              { return "cpu" }
-func (backend) Device() core.DeviceType   { return core.CPU }
-func (backend) Supports(*core.Call) error { return nil }
+func (backend) Name() string            { return "cpu" }
+func (backend) Device() core.DeviceType { return core.CPU }
+
+// Supports says yes: the kernels take whatever the table allows.
+func (backend) Supports(*core.Call) (string, error) { return "cpu, " + ISA(), nil }
 
 // Run computes the call and returns when it is done.
 func (backend) Run(c *core.Call) error {
