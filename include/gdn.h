@@ -330,6 +330,250 @@ static inline int64_t gdn_recurrent_bwd_TAPE(int64_t B, int64_t T, int64_t H, in
 	return HV*(B*T/64)*K*V;
 }
 
+// What the tokens of each sequence do to the state of Gated DeltaNet, S_out = M S_in + S; the inputs are those
+// of gdn_fwd.
+typedef struct gdn_summary_fwd_args {
+	uint32_t size;     // sizeof(gdn_summary_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if k is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV] float. Log decay (natural logarithm, <= 0, -inf resets the state), or the raw gate
+	// where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] float. Write strength, or its logit where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude
+	const DLTensor *A_log;
+	// In, optional: [HV] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [N HV K VK] float32, or float64 if k is. S in the columns [0,V), M in [V,V+K); of a sequence without
+	// tokens 0 and the identity
+	DLTensor *map;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias)
+	int64_t gate;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+} gdn_summary_fwd_args;
+
+int32_t gdn_summary_fwd(const gdn_summary_fwd_args *args);
+
+// The size VK of gdn_summary_fwd.
+static inline int64_t gdn_summary_fwd_VK(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return V+K;
+}
+
+// Gradients of gdn_summary_fwd.
+typedef struct gdn_summary_grad_args {
+	uint32_t size;     // sizeof(gdn_summary_grad_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if k is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV] float. Log decay (natural logarithm, <= 0, -inf resets the state), or the raw gate
+	// where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] float. Write strength, or its logit where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude
+	const DLTensor *A_log;
+	// In, optional: [HV] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// In: [N HV K VK] float32, or float64 if k is. Gradient of map
+	const DLTensor *dmap;
+	// Out: [B T H K] as k. Gradient of k, summed likewise
+	DLTensor *dk;
+	// Out: [B T HV V] as v. Gradient of v
+	DLTensor *dv;
+	// Out, optional, only with g: [B T HV] as g. Gradient of g (of the raw gate where gate is 1)
+	DLTensor *dg;
+	// Out, optional, only with beta: [B T HV] as beta. Gradient of beta (of the logit where beta_sigmoid is 1)
+	DLTensor *dbeta;
+	// Out, optional, only with A_log: [HV] float32, or float64 if k is. Gradient of A_log
+	DLTensor *dA_log;
+	// Out, optional, only with dt_bias: [HV] float32, or float64 if k is. Gradient of dt_bias
+	DLTensor *ddt_bias;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias)
+	int64_t gate;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+} gdn_summary_grad_args;
+
+int32_t gdn_summary_grad(const gdn_summary_grad_args *args);
+
+// The size VK of gdn_summary_grad.
+static inline int64_t gdn_summary_grad_VK(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return V+K;
+}
+
+// What the tokens of each sequence do to the gradient of the state of Gated DeltaNet, dS_in = N dS_out + G; the
+// inputs are those of gdn_bwd.
+typedef struct gdn_summary_bwd_args {
+	uint32_t size;     // sizeof(gdn_summary_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In, optional: [B T HV] float. Log decay (natural logarithm, <= 0, -inf resets the state), or the raw gate
+	// where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] float. Write strength, or its logit where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude
+	const DLTensor *A_log;
+	// In, optional: [HV] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// In: [B T HV V] float. Gradient of o
+	const DLTensor *dout;
+	// Out: [N HV K VK] float32, or float64 if q is. G, the gradient of the entry state where that of the exit state
+	// is 0, in the columns [0,V), N in [V,V+K)
+	DLTensor *map;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias)
+	int64_t gate;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+} gdn_summary_bwd_args;
+
+int32_t gdn_summary_bwd(const gdn_summary_bwd_args *args);
+
+// The size VK of gdn_summary_bwd.
+static inline int64_t gdn_summary_bwd_VK(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return V+K;
+}
+
+// Sends a state through R maps one after the other, state = m state + s. With R = 1 it applies a map.
+typedef struct gdn_summary_merge_args {
+	uint32_t size;     // sizeof(gdn_summary_merge_args)
+	uint32_t reserved; // 0
+	// In: [R B HV K V] float32, or float64 if s is. The S of R maps, in the order of their windows; the first V
+	// columns of packed maps
+	const DLTensor *s;
+	// In: [R B HV K K] float32, or float64 if s is. Their M; the last K columns of packed maps
+	const DLTensor *m;
+	// In, optional: [B HV K V] float32, or float64 if s is. The state to begin with; NULL: 0
+	const DLTensor *state;
+	// Out: [B HV K V] float32, or float64 if s is. The state behind the last map
+	DLTensor *out;
+	// 0 or 1: the last map comes first, as in the backward
+	int64_t reverse;
+	// 0 or 1: the maps' M^T takes the place of M
+	int64_t transpose;
+} gdn_summary_merge_args;
+
+int32_t gdn_summary_merge(const gdn_summary_merge_args *args);
+
+// Gradients of gdn_summary_merge.
+typedef struct gdn_summary_merge_bwd_args {
+	uint32_t size;     // sizeof(gdn_summary_merge_bwd_args)
+	uint32_t reserved; // 0
+	// In: [R B HV K V] float32, or float64 if s is. The S of R maps, in the order of their windows; the first V
+	// columns of packed maps
+	const DLTensor *s;
+	// In: [R B HV K K] float32, or float64 if s is. Their M; the last K columns of packed maps
+	const DLTensor *m;
+	// In, optional: [B HV K V] float32, or float64 if s is. The state to begin with; NULL: 0
+	const DLTensor *state;
+	// In: [B HV K V] float32, or float64 if s is. Gradient of out
+	const DLTensor *dout;
+	// Out: [R B HV K V] as s. Gradient of s
+	DLTensor *ds;
+	// Out: [R B HV K K] as m. Gradient of m
+	DLTensor *dm;
+	// Out, optional, only with state: [B HV K V] float32, or float64 if s is. Gradient of state
+	DLTensor *dstate;
+	// 0 or 1: the last map comes first, as in the backward
+	int64_t reverse;
+	// 0 or 1: the maps' M^T takes the place of M
+	int64_t transpose;
+} gdn_summary_merge_bwd_args;
+
+int32_t gdn_summary_merge_bwd(const gdn_summary_merge_bwd_args *args);
+
+// The one map that does what R maps do one after the other; (S2, M2) after (S1, M1) is (M2 S1 + S2, M2 M1).
+typedef struct gdn_summary_compose_args {
+	uint32_t size;     // sizeof(gdn_summary_compose_args)
+	uint32_t reserved; // 0
+	// In: [R B HV K V] float32, or float64 if s is. The S of R maps, in the order of their windows; the first V
+	// columns of packed maps
+	const DLTensor *s;
+	// In: [R B HV K K] float32, or float64 if s is. Their M; the last K columns of packed maps
+	const DLTensor *m;
+	// Out: [B HV K VK] float32, or float64 if s is. S in the columns [0,V), M in [V,V+K)
+	DLTensor *map;
+	// 0 or 1: the last map comes first, as in the backward
+	int64_t reverse;
+	// 0 or 1: the maps' M^T takes the place of M
+	int64_t transpose;
+} gdn_summary_compose_args;
+
+int32_t gdn_summary_compose(const gdn_summary_compose_args *args);
+
+// The size VK of gdn_summary_compose.
+static inline int64_t gdn_summary_compose_VK(int64_t B, int64_t HV, int64_t K, int64_t V, int64_t R) {
+	(void)B, (void)HV, (void)K, (void)V, (void)R; // not every size needs all
+	return V+K;
+}
+
+// Gradients of gdn_summary_compose.
+typedef struct gdn_summary_compose_bwd_args {
+	uint32_t size;     // sizeof(gdn_summary_compose_bwd_args)
+	uint32_t reserved; // 0
+	// In: [R B HV K V] float32, or float64 if s is. The S of R maps, in the order of their windows; the first V
+	// columns of packed maps
+	const DLTensor *s;
+	// In: [R B HV K K] float32, or float64 if s is. Their M; the last K columns of packed maps
+	const DLTensor *m;
+	// In: [B HV K VK] float32, or float64 if s is. Gradient of map
+	const DLTensor *dmap;
+	// Out: [R B HV K V] as s. Gradient of s
+	DLTensor *ds;
+	// Out: [R B HV K K] as m. Gradient of m
+	DLTensor *dm;
+	// 0 or 1: the last map comes first, as in the backward
+	int64_t reverse;
+	// 0 or 1: the maps' M^T takes the place of M
+	int64_t transpose;
+} gdn_summary_compose_bwd_args;
+
+int32_t gdn_summary_compose_bwd(const gdn_summary_compose_bwd_args *args);
+
+// The size VK of gdn_summary_compose_bwd.
+static inline int64_t gdn_summary_compose_bwd_VK(int64_t B, int64_t HV, int64_t K, int64_t V, int64_t R) {
+	(void)B, (void)HV, (void)K, (void)V, (void)R; // not every size needs all
+	return V+K;
+}
+
 // The sentence of this thread's last failed call: operator, argument, what came, what was expected. Empty after success. Good until the
 // thread's next call.
 const char *gdn_last_error(void);

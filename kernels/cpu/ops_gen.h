@@ -4,9 +4,11 @@
 
 // All operators
 #define GDNK_OPS(X) \
-	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd)
+	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd) X(summary_fwd) X(summary_grad) X(summary_bwd) X(summary_merge) \
+	X(summary_merge_bwd) X(summary_compose) X(summary_compose_bwd)
 
-enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_count };
+enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_summary_fwd, OP_summary_grad, OP_summary_bwd,
+       OP_summary_merge, OP_summary_merge_bwd, OP_summary_compose, OP_summary_compose_bwd, OP_count };
 enum { SZ_B, SZ_T, SZ_H, SZ_HV, SZ_K, SZ_V, SZ_N, SZ_D, SZ_W, SZ_P, SZ_R, SZ_count };
 
 // gdn_fwd: tensors, numbers, derived sizes (indices into size[]).
@@ -43,5 +45,47 @@ enum { T_recurrent_bwd_q, T_recurrent_bwd_k, T_recurrent_bwd_v, T_recurrent_bwd_
 enum { N_recurrent_bwd_scale, N_recurrent_bwd_qk_l2norm, N_recurrent_bwd_gate, N_recurrent_bwd_beta_sigmoid,
        N_recurrent_bwd_neg_eigval, N_recurrent_bwd_state_v_first, N_recurrent_bwd_count };
 enum { D_recurrent_bwd_TAPE = SZ_count };
+
+// gdn_summary_fwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_summary_fwd_k, T_summary_fwd_v, T_summary_fwd_g, T_summary_fwd_beta, T_summary_fwd_A_log,
+       T_summary_fwd_dt_bias, T_summary_fwd_cu_seqlens, T_summary_fwd_map, T_summary_fwd_count };
+enum { N_summary_fwd_qk_l2norm, N_summary_fwd_gate, N_summary_fwd_beta_sigmoid, N_summary_fwd_neg_eigval,
+       N_summary_fwd_count };
+enum { D_summary_fwd_VK = SZ_count };
+
+// gdn_summary_grad: tensors, numbers, derived sizes (indices into size[]).
+enum { T_summary_grad_k, T_summary_grad_v, T_summary_grad_g, T_summary_grad_beta, T_summary_grad_A_log,
+       T_summary_grad_dt_bias, T_summary_grad_cu_seqlens, T_summary_grad_dmap, T_summary_grad_dk, T_summary_grad_dv,
+       T_summary_grad_dg, T_summary_grad_dbeta, T_summary_grad_dA_log, T_summary_grad_ddt_bias, T_summary_grad_count };
+enum { N_summary_grad_qk_l2norm, N_summary_grad_gate, N_summary_grad_beta_sigmoid, N_summary_grad_neg_eigval,
+       N_summary_grad_count };
+enum { D_summary_grad_VK = SZ_count };
+
+// gdn_summary_bwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_summary_bwd_q, T_summary_bwd_k, T_summary_bwd_g, T_summary_bwd_beta, T_summary_bwd_A_log,
+       T_summary_bwd_dt_bias, T_summary_bwd_cu_seqlens, T_summary_bwd_dout, T_summary_bwd_map, T_summary_bwd_count };
+enum { N_summary_bwd_scale, N_summary_bwd_qk_l2norm, N_summary_bwd_gate, N_summary_bwd_beta_sigmoid,
+       N_summary_bwd_neg_eigval, N_summary_bwd_count };
+enum { D_summary_bwd_VK = SZ_count };
+
+// gdn_summary_merge: tensors, numbers.
+enum { T_summary_merge_s, T_summary_merge_m, T_summary_merge_state, T_summary_merge_out, T_summary_merge_count };
+enum { N_summary_merge_reverse, N_summary_merge_transpose, N_summary_merge_count };
+
+// gdn_summary_merge_bwd: tensors, numbers.
+enum { T_summary_merge_bwd_s, T_summary_merge_bwd_m, T_summary_merge_bwd_state, T_summary_merge_bwd_dout,
+       T_summary_merge_bwd_ds, T_summary_merge_bwd_dm, T_summary_merge_bwd_dstate, T_summary_merge_bwd_count };
+enum { N_summary_merge_bwd_reverse, N_summary_merge_bwd_transpose, N_summary_merge_bwd_count };
+
+// gdn_summary_compose: tensors, numbers, derived sizes (indices into size[]).
+enum { T_summary_compose_s, T_summary_compose_m, T_summary_compose_map, T_summary_compose_count };
+enum { N_summary_compose_reverse, N_summary_compose_transpose, N_summary_compose_count };
+enum { D_summary_compose_VK = SZ_count };
+
+// gdn_summary_compose_bwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_summary_compose_bwd_s, T_summary_compose_bwd_m, T_summary_compose_bwd_dmap, T_summary_compose_bwd_ds,
+       T_summary_compose_bwd_dm, T_summary_compose_bwd_count };
+enum { N_summary_compose_bwd_reverse, N_summary_compose_bwd_transpose, N_summary_compose_bwd_count };
+enum { D_summary_compose_bwd_VK = SZ_count };
 
 #endif

@@ -363,7 +363,9 @@ INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v,
 		else                                                                                                 \
 			UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST(o.p + (r + i) * o.ld + z * VW, a[i][z]); \
 	}
-	ROWS_FC(OUTPUT_ROWS)
+	if (o.p) {
+		ROWS_FC(OUTPUT_ROWS)
+	}
 #undef OUTPUT_ROWS
 	if (c->late) update_panel(1, c, K, KP, S, VN, Q);
 	else update_panel(0, c, K, KP, S, VN, Q);
@@ -481,7 +483,7 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 					decay_factors(s, FC, &w.key, c);
 					w.lag[hv - h0 * s->G] = lag_state(c, w.lag[hv - h0 * s->G]);
 					const view vv = token_view(&s->v, q.b, q.t0 + t, hv), ov = token_view(&s->o, q.b, q.t0 + t, hv);
-					const rows v = rows_or(s, vv, m, w.v), o = rows_or(s, ov, m, w.o);
+					const rows v = rows_or(s, vv, m, w.v), o = s->o.dtype ? rows_or(s, ov, m, w.o) : (rows){0};
 					float *tape = s->errors ? s->errors + (hv * BT + q.row + t) * s->VP : NULL;
 					const rows e = {m == FC ? tape : w.e, s->VP, tape && m == FC && !((uintptr_t)tape & 63)};
 					if (v.p == w.v) rows_in(w.v, s->VP, vv, m, FC, s->V);
@@ -821,7 +823,7 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 					l2norm_bwd(dq, key[i].q, KP, C, key[i].rn + C);
 				}
 				rows_out(dk, KP, token_view(&s->dk, q.b, q.t0 + t0 + i * C, h), m, s->K, s->stream);
-				rows_out(dq, KP, token_view(&s->dq, q.b, q.t0 + t0 + i * C, h), m, s->K, s->stream);
+				if (s->dq.dtype) rows_out(dq, KP, token_view(&s->dq, q.b, q.t0 + t0 + i * C, h), m, s->K, s->stream);
 			}
 		}
 	for (int64_t hv = h0 * s->G; hv < h1 * s->G; hv++) {

@@ -6,6 +6,7 @@
 #include "rows.h"
 #include "scan.h"
 #include "gdn.h"
+#include "summary.h"
 
 #define ENTRY(name) [OP_##name] = op_##name,
 const gdnk_table TABLE = {ISA, {GDNK_OPS(ENTRY)}};

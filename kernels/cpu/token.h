@@ -222,7 +222,7 @@ static void FN(token_fwd)(void *ctx, int64_t unit, char *base) {
 			for (int d = 0; d < s->K; d++) memcpy(FN(tape_state)(s, &q, hv, t / SEG) + d * s->V, S + (ptrdiff_t)d * s->VP, sizeof(REAL) * s->V);
 		FN(load)(s, &w, &q, t, hv);
 		FN(step)(s, &w, P, S, 1);
-		FN(row_out)(w.o, token_view(&s->o, q.b, q.t0 + t, hv), s->V);
+		if (s->o.dtype) FN(row_out)(w.o, token_view(&s->o, q.b, q.t0 + t, hv), s->V);
 	}
 	if (!place) FN(token_state_out)(s, &s->ht, n, hv, S);
 	stream_fence();
@@ -318,7 +318,7 @@ static void FN(token_bwd)(void *ctx, int64_t unit, char *base) {
 		}
 		for (int i = 0; i < len; i++) {
 			FN(row_out)(dk + i * K, token_view(&s->dk, q.b, q.t0 + t0 + i, h), K);
-			FN(row_out)(dq + i * K, token_view(&s->dq, q.b, q.t0 + t0 + i, h), K);
+			if (s->dq.dtype) FN(row_out)(dq + i * K, token_view(&s->dq, q.b, q.t0 + t0 + i, h), K);
 		}
 	}
 	for (int64_t e = 0; e < s->G; e++) {

@@ -12,6 +12,9 @@ _STRAIGHT = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).add(torch._C.Dispa
 PAIRS = {
     "fwd": ("bwd", {"dout": "o", "dht": "final_state"}),
     "recurrent_fwd": ("recurrent_bwd", {"dout": "o", "dht": "final_state"}),
+    "summary_fwd": ("summary_grad", {"dmap": "map"}),
+    "summary_merge": ("summary_merge_bwd", {"dout": "out"}),
+    "summary_compose": ("summary_compose_bwd", {"dmap": "map"}),
 }
 
 
@@ -22,12 +25,13 @@ def define():
 
 
 def _differentiable(row, backward_row, upstream):
-    """The Autograd kernel of a forward: without a gradient to come it is the operator itself, with one it also saves the tape."""
+    """The Autograd kernel of a forward: without a gradient to come it is the operator itself, with one it also saves the tape, if it has one."""
     op, backward_op = library.operator(row["name"]), library.operator(backward_row["name"])
     names = [t["name"] for t in library.inputs(row)]
     n_inputs, n_numbers = len(names), len(row["numbers"])
     results = [t["name"] for t in library.outputs(row)]
-    save = n_inputs + n_numbers + library.wants(row).index("save")
+    tape = results.index("tape") if "tape" in results else None
+    save = n_inputs + n_numbers + library.wants(row).index("save") if tape is not None else None
     # The output of the backward by the input that it is the gradient of: [(position in the outputs, position of the input)].
     gradients = [(i, names.index(t["with"] or t["like"])) for i, t in enumerate(library.outputs(backward_row))]
     # What the backward takes, by position: ("saved", i) from the forward's inputs and then its tape, ("grad", i) of the forward's outputs.
@@ -37,13 +41,17 @@ def _differentiable(row, backward_row, upstream):
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, keyset, *arguments):
-            made = library.below_autograd(op, keyset, arguments[:save] + (True,) + arguments[save + 1:])
-            ctx.save_for_backward(*arguments[:n_inputs], made[results.index("tape")])
+            if tape is not None:
+                arguments = arguments[:save] + (True,) + arguments[save + 1:]
+            made = library.below_autograd(op, keyset, arguments)
+            made = made if isinstance(made, tuple) else (made,)  # an operator with one output returns it bare
+            ctx.save_for_backward(*arguments[:n_inputs], None if tape is None else made[tape])
             ctx.numbers = arguments[n_inputs:n_inputs + n_numbers]
             ctx.shapes = [m.shape for m in made]
-            ctx.mark_non_differentiable(made[results.index("tape")])
+            if tape is not None:
+                ctx.mark_non_differentiable(made[tape])
             ctx.set_materialize_grads(False)
-            return made
+            return made if len(made) > 1 else made[0]
 
         @staticmethod
         def backward(ctx, *grads):

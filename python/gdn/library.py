@@ -1,7 +1,8 @@
 """Registers every operator of the table with torch.library: schema, implementation and fake.
 
 The torch operator ``gdn::NAME`` takes the row's inputs, its numbers (a bool where the range is 0 to 1) and a bool for each output that is
-made only on request. It returns all outputs of the row; one that is not made comes back as an empty tensor of shape [0].
+made only on request. It returns all outputs of the row, a single one bare; one that is not made comes back as an empty tensor of shape
+[0].
 """
 
 import struct
@@ -70,7 +71,15 @@ def schema(row):
         arguments.append(f"{kind} {n['name']}")
     arguments += [f"bool {want}" for want in wants(row)]
     results = [f"Tensor {t['name']}" for t in outputs(row)]
-    return f"{row['name']}({', '.join(arguments)}) -> ({', '.join(results)})"
+    returned = results[0] if len(results) == 1 else f"({', '.join(results)})"
+    return f"{row['name']}({', '.join(arguments)}) -> {returned}"
+
+
+def offsets(cu_seqlens):
+    """Sequence offsets, a tensor on any device or a sequence of ints, as a tensor in host memory."""
+    if isinstance(cu_seqlens, torch.Tensor):
+        return cu_seqlens if cu_seqlens.device.type == "cpu" else cu_seqlens.cpu()
+    return torch.tensor(cu_seqlens, dtype=torch.int64)
 
 
 # Functions of an operator are compiled from text made from its row: straight lines without a loop over the table. A call on one token
@@ -175,9 +184,9 @@ def _implementation(op):
             # Shapes from which no sizes follow: the library says what is wrong with them.
             op.supports(views + _no_outputs(row, views), arguments[numbers])
             raise
-        views += [view(t) if i is None or arguments[i] not in (None, False) else None for t, i in zip(results, needs)]
+        views += [view(t) if i is None or not (arguments[i] is None or arguments[i] is False) else None for t, i in zip(results, needs)]
         op(views, arguments[numbers])
-        return results
+        return results if len(results) > 1 else results[0]
 
     return run
 
@@ -225,7 +234,7 @@ class Variants(dict):
         # The text of a call: variants[g is not None, ..., save](q, k, ...). A tensor with an optional dimension counts by its rank, for the
         # words to pack depend on it.
         key = [f"{t['name']} is not None" + (f" and {t['name']}.dim()" if "[" in t["dims"] else "") for t in optional] + wants(op.row)
-        self.call = f"variants[{', '.join(key)},]({', '.join(parameters(op.row))})"
+        self.call = f"variants[{', '.join(key) + ',' if key else '()'}]({', '.join(parameters(op.row))})"
 
     def __missing__(self, key):
         self[key] = _variant(self.op, self.general, dict(zip(self.names, key)))
@@ -270,7 +279,8 @@ def _variant(op, general, chosen):
     lines = [f"def run({names}):", "    try:"] + ["        " + line for line in body]
     lines += ["    except (ValueError, KeyError, IndexError, RuntimeError):", f"        return general({names})"]
     lines += ["    status = function(at)", "    frames.append(frame)", "    if status:", "        check(status)"]
-    lines.append(f"    return {', '.join(t['name'] for t in outputs(row))},")
+    made = ", ".join(t["name"] for t in outputs(row))
+    lines.append(f"    return {made}")
 
     layout = _lib.Layout(row, ranks, compact_outputs=True)
     scope = {f"dtype{r}": {dtype: word | r for dtype, word in _DTYPES.items()} for r in range(1, 6)}
@@ -283,7 +293,8 @@ def _fake(row):
 
     def fake(*arguments):
         try:
-            return allocate(*arguments)
+            made = allocate(*arguments)
+            return made if len(made) > 1 else made[0]
         except (ValueError, IndexError) as error:
             shapes = ", ".join(f"{t['name']} {list(a.shape)} for [{t['dims']}]" for t, a in zip(inputs(row), arguments) if a is not None)
             raise ValueError(f"{NAMESPACE}::{row['name']}: shapes do not fit: {shapes}") from error
