@@ -14,8 +14,8 @@ library() { gcc $flags $sanitize -DCANN=$cann -DFLA=$fla -Wl,-soname,"$(basename
 # headers FOLDER: what a fla-npu package declares, taken from the sources here
 headers() {
 	mkdir -p "$1"
-	gcc -E -P -DCANN=$cann -DFLA=$fla -x c fla*.c | tr '\n' ' ' | grep -oE 'int aclnn[A-Za-z0-9]+GetWorkspaceSize\([^)]*\)' |
-		sed -E 's/\bT /const aclTensor *\&/g; s/&//g; s/\bL /const aclIntArray */g; s/Executor \*\*/aclOpExecutor **/; s/_Bool/bool/g; s/^int/aclnnStatus/' |
+	cat fla_*.c | gcc -E -P -I. -DCANN=$cann -DFLA=$fla -x c - | tr '\n' ' ' | grep -oE 'int aclnn[A-Za-z0-9]+GetWorkspaceSize\([^)]*\)' |
+		sed -E 's/\bT /const aclTensor */g; s/\bL /const aclIntArray */g; s/Executor \*\*/aclOpExecutor **/; s/_Bool/bool/g; s/^int/aclnnStatus/' |
 		while read -r line; do
 			op=$(sed -E 's/.*aclnn([A-Za-z0-9]+)GetWorkspaceSize.*/\1/' <<<"$line")
 			file=$1/aclnn_$(sed -E 's/([a-z0-9])([A-Z])/\1_\2/g' <<<"$op" | tr A-Z a-z).h
@@ -39,6 +39,18 @@ build() { # FOLDER CANN FLA SANITIZER-FLAGS
 	library "$lib/libascendcl.so" control.c memory.c races.c runtime.c client.c
 	local with="-L$lib -lascendcl -Wl,-rpath,\$ORIGIN"
 	library "$lib/libnnopbase.so" tensor.c op.c $with
+	library "$lib/libopapi.so" opapi.c -lm $with -lnnopbase
+	library "$vendor/op_api/lib/libcust_opapi.so" fla_gdn.c fla_kda.c fla_other.c -lm -L$lib -lnnopbase -lascendcl '-Wl,-rpath,$ORIGIN/../../../../../lib64'
+	headers "$vendor/op_api/include/aclnnop"
+	echo 'load_priority=fla_npu_transformer' >"$folder/opp/vendors/config.ini"
+	# Doors to what libascendcl has, and libraries that clients open and take nothing from.
+	local door
+	for door in libacl_rt libacl_op_compiler; do
+		library "$lib/$door.so" -x c /dev/null -Wl,--no-as-needed $with
+	done
+	for door in libge_runner libgraph libacl_tdt_channel; do
+		library "$lib/$door.so" -x c /dev/null
+	done
 }
 
 build cann 900 2 ""

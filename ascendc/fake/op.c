@@ -188,6 +188,50 @@ void arg(Op *o, Role role, int required, const char *name, T t, const char *size
 	a->count = elements(&a->view);
 }
 
+void any(Op *o, Role role, const char *name, T t, int types) {
+	static const char *const letters[] = {"", "a", "a b", "a b c", "a b c d", "a b c d e", "a b c d e f", "a b c d e f g", "a b c d e f g h"};
+	int before = o->nsizes;
+	arg(o, role, 1, name, t, letters[fake_is(t, TENSOR) ? t->rank : 0], 0, types);
+	o->nsizes = before; // these letters say nothing about other arguments
+}
+
+static Arg *named(Op *o, const char *name) {
+	for (int i = 0; i < o->nargs; i++)
+		if (!strcmp(o->args[i].name, name))
+			return &o->args[i];
+	fprintf(stderr, "fake CANN: %s has no argument %s\n", o->name, name);
+	abort();
+}
+
+int64_t shape(Op *o, const char *name, int axis) {
+	const Tensor *t = &named(o, name)->view;
+	return axis < 0 ? t->rank : t->dims[axis];
+}
+
+void broadcast(Op *o, const char *name, const char *like) {
+	if (o->status)
+		return;
+	Arg *a = named(o, name);
+	const Tensor *to = &named(o, like)->view;
+	Tensor was = a->view;
+	need(o, was.rank <= to->rank, "%s has rank %d and does not go into %s of rank %d", name, was.rank, like, to->rank);
+	for (int i = 0; i < to->rank && !o->status; i++) {
+		int j = i - (to->rank - was.rank);
+		int64_t n = j < 0 ? 1 : was.dims[j];
+		need(o, n == 1 || n == to->dims[i], "%s: dimension %d has size %ld, %s has %ld there", name, j, n, like, to->dims[i]);
+		a->view.dims[i] = to->dims[i];
+		a->view.strides[i] = n == 1 ? 0 : was.strides[j];
+	}
+	a->view.rank = to->rank;
+	a->count = elements(&a->view);
+}
+
+double scalar(Op *o, const char *name, const Scalar *s) {
+	needs(o, s != 0, NN_NULL, "%s is null", name);
+	need(o, !s || fake_is(s, SCALAR), "%s is no live aclScalar", name);
+	return o->status ? 0 : s->value;
+}
+
 void null(Op *o, const char *name, T t) {
 	need(o, !t, "%s must be null", name);
 }
@@ -362,11 +406,8 @@ static void each(const Arg *a, int how) {
 }
 
 double *get(Op *o, const char *name) {
-	for (int i = 0; i < o->nargs; i++)
-		if (!strcmp(o->args[i].name, name))
-			return o->args[i].given ? o->args[i].values : 0;
-	fprintf(stderr, "fake CANN: %s has no argument %s\n", o->name, name);
-	abort();
+	Arg *a = named(o, name);
+	return a->given ? a->values : 0;
 }
 
 typedef struct Piece {
@@ -376,8 +417,7 @@ typedef struct Piece {
 
 static __thread Piece *pieces;
 
-double *scratch(Op *o, int64_t n) {
-	(void)o;
+double *scratch(int64_t n) {
 	Piece *p = calloc(1, sizeof *p + (size_t)(n ? n : 1) * sizeof(double));
 	if (!p)
 		abort();

@@ -99,6 +99,10 @@ EXPORT void arg(Op *o, Role role, int required, const char *name, T t, const cha
 #define out(o, name, t, sizes, types) arg(o, OUT, 1, name, t, sizes, 0, types)
 #define optout(o, name, t, sizes, types) arg(o, OUT, 0, name, t, sizes, 0, types)
 #define inout(o, name, t, sizes, types) arg(o, IN_OUT, 1, name, t, sizes, 0, types)
+EXPORT void any(Op *o, Role role, const char *name, T t, int types);        // of any shape
+EXPORT void broadcast(Op *o, const char *name, const char *like);          // to the shape of another argument
+EXPORT int64_t shape(Op *o, const char *name, int axis);                   // axis -1: the rank
+EXPORT double scalar(Op *o, const char *name, const Scalar *s);
 EXPORT void null(Op *o, const char *name, T t); // an argument that must be NULL
 EXPORT void number(Op *o, const char *name, double value);
 EXPORT void size(Op *o, const char *letter, int64_t value);
@@ -112,7 +116,7 @@ EXPORT void sequences(Op *o, L cu, L indices, int64_t chunk, int rules);
 EXPORT double *get(Op *o, const char *name); // 0: not given. Outputs begin as NaN
 EXPORT double value(Op *o, const char *name);
 EXPORT int64_t dim(Op *o, const char *letter);
-EXPORT double *scratch(Op *o, int64_t n); // zeros, freed after the run
+EXPORT double *scratch(int64_t n); // zeros, freed after the run
 
 #define LAUNCH(name)                                                                                                                         \
 	EXPORT int name(void *workspace, uint64_t bytes, Executor *executor, void *stream) {                                                     \
