@@ -2,16 +2,20 @@
 #include "abi.h"
 #include "gdn.h"
 
-const char *const gdnc_ops[] = {"fwd", "bwd", "recurrent_fwd", "recurrent_bwd", "summary_fwd", "summary_grad", "summary_bwd", "summary_merge", "summary_merge_bwd", "summary_compose", "summary_compose_bwd", 0};
+const char *const gdnc_ops[] = {"fwd", "bwd", "recurrent_fwd", "recurrent_bwd", "kda_fwd", "kda_bwd", "kda_recurrent_fwd", "kda_recurrent_bwd", "summary_fwd", "summary_grad", "summary_bwd", "summary_merge", "summary_merge_bwd", "summary_compose", "summary_compose_bwd", 0};
 
 int32_t gdn_fwd(const gdn_fwd_args *args) { return gdnc_enter(0, args, 1); }
 int32_t gdn_bwd(const gdn_bwd_args *args) { return gdnc_enter(1, args, 1); }
 int32_t gdn_recurrent_fwd(const gdn_recurrent_fwd_args *args) { return gdnc_enter(2, args, 1); }
 int32_t gdn_recurrent_bwd(const gdn_recurrent_bwd_args *args) { return gdnc_enter(3, args, 1); }
-int32_t gdn_summary_fwd(const gdn_summary_fwd_args *args) { return gdnc_enter(4, args, 1); }
-int32_t gdn_summary_grad(const gdn_summary_grad_args *args) { return gdnc_enter(5, args, 1); }
-int32_t gdn_summary_bwd(const gdn_summary_bwd_args *args) { return gdnc_enter(6, args, 1); }
-int32_t gdn_summary_merge(const gdn_summary_merge_args *args) { return gdnc_enter(7, args, 1); }
-int32_t gdn_summary_merge_bwd(const gdn_summary_merge_bwd_args *args) { return gdnc_enter(8, args, 1); }
-int32_t gdn_summary_compose(const gdn_summary_compose_args *args) { return gdnc_enter(9, args, 1); }
-int32_t gdn_summary_compose_bwd(const gdn_summary_compose_bwd_args *args) { return gdnc_enter(10, args, 1); }
+int32_t gdn_kda_fwd(const gdn_kda_fwd_args *args) { return gdnc_enter(4, args, 1); }
+int32_t gdn_kda_bwd(const gdn_kda_bwd_args *args) { return gdnc_enter(5, args, 1); }
+int32_t gdn_kda_recurrent_fwd(const gdn_kda_recurrent_fwd_args *args) { return gdnc_enter(6, args, 1); }
+int32_t gdn_kda_recurrent_bwd(const gdn_kda_recurrent_bwd_args *args) { return gdnc_enter(7, args, 1); }
+int32_t gdn_summary_fwd(const gdn_summary_fwd_args *args) { return gdnc_enter(8, args, 1); }
+int32_t gdn_summary_grad(const gdn_summary_grad_args *args) { return gdnc_enter(9, args, 1); }
+int32_t gdn_summary_bwd(const gdn_summary_bwd_args *args) { return gdnc_enter(10, args, 1); }
+int32_t gdn_summary_merge(const gdn_summary_merge_args *args) { return gdnc_enter(11, args, 1); }
+int32_t gdn_summary_merge_bwd(const gdn_summary_merge_bwd_args *args) { return gdnc_enter(12, args, 1); }
+int32_t gdn_summary_compose(const gdn_summary_compose_args *args) { return gdnc_enter(13, args, 1); }
+int32_t gdn_summary_compose_bwd(const gdn_summary_compose_bwd_args *args) { return gdnc_enter(14, args, 1); }

@@ -4,7 +4,10 @@ package core
 const maxHead = 512
 
 // checkGDN holds the rules of Gated DeltaNet that no shape expresses.
-func checkGDN(c *Call) error {
+func checkGDN(c *Call) error { return c.checkDelta(c.Int("gate") != 0) }
+
+// checkDelta holds the rules of both families. needALog: the gate has no form without A_log.
+func (c *Call) checkDelta(needALog bool) error {
 	h, hv := c.Sizes[sizeH], c.Sizes[sizeHV]
 	if err := c.inRange("q", "H", h, maxSize); err != nil {
 		return err
@@ -28,7 +31,7 @@ func checkGDN(c *Call) error {
 		return c.invalid("tape has strides %v, expected a contiguous tensor", tape.Stride[:1])
 	case gate && !c.Has("g"):
 		return c.invalid("gate is 1 and g is NULL, expected the raw gate")
-	case gate && !c.Has("A_log"):
+	case needALog && !c.Has("A_log"):
 		return c.invalid("gate is 1 and A_log is NULL, expected [HV]")
 	case !gate && c.Has("A_log"):
 		return c.invalid("A_log is given and gate is 0, expected gate 1 with it")

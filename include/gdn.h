@@ -330,6 +330,291 @@ static inline int64_t gdn_recurrent_bwd_TAPE(int64_t B, int64_t T, int64_t H, in
 	return HV*(B*T/64)*K*V;
 }
 
+// Kimi Delta Attention in chunk form: S~ = diag(exp(g)) S, e = v - S~^T k, S = S~ + k (beta e)^T, o = scale S^T
+// q for each token (arXiv:2510.26692).
+typedef struct gdn_kda_fwd_args {
+	uint32_t size;     // sizeof(gdn_kda_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV K] float. Log decay per key channel (natural logarithm, <= 0, -inf resets the channel),
+	// or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] or [B T HV V] float. Write strength per value head or per value channel, or its logit
+	// where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float. State before the first token of each
+	// sequence; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV V] as v. Output
+	DLTensor *o;
+	// Out, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float32, or float64 if q is. State after the
+	// last token of each sequence
+	DLTensor *final_state;
+	// Out, optional: [TAPE] float32, or float64 if q is. What the backward needs again, opaque; NULL: inference
+	DLTensor *tape;
+	// Out, optional: [B NT HV K V] ([B NT HV V K] where state_v_first is 1) as q. State before each 64 tokens of a
+	// sequence; packed sequences lie one behind the other, and what is left of NT is zero
+	DLTensor *h;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_kda_fwd_args;
+
+int32_t gdn_kda_fwd(const gdn_kda_fwd_args *args);
+
+// The size TAPE of gdn_kda_fwd.
+static inline int64_t gdn_kda_fwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	int64_t KP = (K+31)/32*32;
+	int64_t VP = (V+31)/32*32;
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)KP, (void)VP; // not every size needs all
+	return HV*(B*T/64*KP*VP + B*T*VP);
+}
+
+// The size NT of gdn_kda_fwd.
+static inline int64_t gdn_kda_fwd_NT(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	int64_t KP = (K+31)/32*32;
+	int64_t VP = (V+31)/32*32;
+	int64_t TAPE = HV*(B*T/64*KP*VP + B*T*VP);
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)KP, (void)VP, (void)TAPE; // not every size needs all
+	return (T + 63*(N/(B + 1/(B+1))))/64;
+}
+
+// Gradients of gdn_kda_fwd.
+typedef struct gdn_kda_bwd_args {
+	uint32_t size;     // sizeof(gdn_kda_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV K] float. Log decay per key channel (natural logarithm, <= 0, -inf resets the channel),
+	// or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] or [B T HV V] float. Write strength per value head or per value channel, or its logit
+	// where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float. State before the first token of each
+	// sequence; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// In: [TAPE] float32, or float64 if q is. As the forward of the same arguments wrote it
+	const DLTensor *tape;
+	// In: [B T HV V] float. Gradient of o
+	const DLTensor *dout;
+	// In, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float32, or float64 if q is. Gradient of
+	// final_state; NULL: 0
+	const DLTensor *dht;
+	// Out: [B T H K] as q. Gradient of q, summed over the value heads of each key head
+	DLTensor *dq;
+	// Out: [B T H K] as k. Gradient of k, summed likewise
+	DLTensor *dk;
+	// Out: [B T HV V] as v. Gradient of v
+	DLTensor *dv;
+	// Out, optional, only with g: [B T HV K] as g. Gradient of g (of the raw gate where gate is 1)
+	DLTensor *dg;
+	// Out, optional, only with beta: [B T HV] or [B T HV V] as beta. Gradient of beta, shaped like it (of the logit
+	// where beta_sigmoid is 1)
+	DLTensor *dbeta;
+	// Out, optional, only with A_log: [HV] float32, or float64 if q is. Gradient of A_log
+	DLTensor *dA_log;
+	// Out, optional, only with dt_bias: [HV K] float32, or float64 if q is. Gradient of dt_bias
+	DLTensor *ddt_bias;
+	// Out, optional, only with initial_state: [N HV K V] ([N HV V K] where state_v_first is 1) float32, or float64
+	// if q is. Gradient of initial_state
+	DLTensor *dh0;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_kda_bwd_args;
+
+int32_t gdn_kda_bwd(const gdn_kda_bwd_args *args);
+
+// The size TAPE of gdn_kda_bwd.
+static inline int64_t gdn_kda_bwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	int64_t KP = (K+31)/32*32;
+	int64_t VP = (V+31)/32*32;
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)KP, (void)VP; // not every size needs all
+	return HV*(B*T/64*KP*VP + B*T*VP);
+}
+
+// Kimi Delta Attention token by token, for decoding and short sequences: as gdn_kda_fwd.
+typedef struct gdn_kda_recurrent_fwd_args {
+	uint32_t size;     // sizeof(gdn_kda_recurrent_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV K] float. Log decay per key channel (natural logarithm, <= 0, -inf resets the channel),
+	// or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] or [B T HV V] float. Write strength per value head or per value channel, or its logit
+	// where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float. State before the first token of each
+	// sequence; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV V] as v. Output
+	DLTensor *o;
+	// Out, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float32, or float64 if q is. State after the
+	// last token of each sequence
+	DLTensor *final_state;
+	// Out, optional: [TAPE] float32, or float64 if q is. What the backward needs again, opaque; NULL: inference
+	DLTensor *tape;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_kda_recurrent_fwd_args;
+
+int32_t gdn_kda_recurrent_fwd(const gdn_kda_recurrent_fwd_args *args);
+
+// The size TAPE of gdn_kda_recurrent_fwd.
+static inline int64_t gdn_kda_recurrent_fwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return HV*(B*T/64)*K*V;
+}
+
+// Gradients of gdn_kda_recurrent_fwd.
+typedef struct gdn_kda_recurrent_bwd_args {
+	uint32_t size;     // sizeof(gdn_kda_recurrent_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV K] float. Log decay per key channel (natural logarithm, <= 0, -inf resets the channel),
+	// or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] or [B T HV V] float. Write strength per value head or per value channel, or its logit
+	// where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float. State before the first token of each
+	// sequence; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// In: [TAPE] float32, or float64 if q is. As the forward of the same arguments wrote it
+	const DLTensor *tape;
+	// In: [B T HV V] float. Gradient of o
+	const DLTensor *dout;
+	// In, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float32, or float64 if q is. Gradient of
+	// final_state; NULL: 0
+	const DLTensor *dht;
+	// Out: [B T H K] as q. Gradient of q, summed over the value heads of each key head
+	DLTensor *dq;
+	// Out: [B T H K] as k. Gradient of k, summed likewise
+	DLTensor *dk;
+	// Out: [B T HV V] as v. Gradient of v
+	DLTensor *dv;
+	// Out, optional, only with g: [B T HV K] as g. Gradient of g (of the raw gate where gate is 1)
+	DLTensor *dg;
+	// Out, optional, only with beta: [B T HV] or [B T HV V] as beta. Gradient of beta, shaped like it (of the logit
+	// where beta_sigmoid is 1)
+	DLTensor *dbeta;
+	// Out, optional, only with A_log: [HV] float32, or float64 if q is. Gradient of A_log
+	DLTensor *dA_log;
+	// Out, optional, only with dt_bias: [HV K] float32, or float64 if q is. Gradient of dt_bias
+	DLTensor *ddt_bias;
+	// Out, optional, only with initial_state: [N HV K V] ([N HV V K] where state_v_first is 1) float32, or float64
+	// if q is. Gradient of initial_state
+	DLTensor *dh0;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_kda_recurrent_bwd_args;
+
+int32_t gdn_kda_recurrent_bwd(const gdn_kda_recurrent_bwd_args *args);
+
+// The size TAPE of gdn_kda_recurrent_bwd.
+static inline int64_t gdn_kda_recurrent_bwd_TAPE(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return HV*(B*T/64)*K*V;
+}
+
 // What the tokens of each sequence do to the state of Gated DeltaNet, S_out = M S_in + S; the inputs are those
 // of gdn_fwd.
 typedef struct gdn_summary_fwd_args {

@@ -12,6 +12,7 @@ import (
 // Case is one set of arguments of a forward and its backward. Its zero values are the plain choice.
 type Case struct {
 	Name          string // below the operator's and the dtype's
+	Family        Family
 	Recurrent     bool
 	B, T, H, HV   int
 	K, V          int
@@ -24,6 +25,7 @@ type Case struct {
 	Beta          Beta
 	GK, GV, BetaV bool // gates and a beta per channel
 	Bias, H0, Dht bool // give dt_bias, initial_state, dht
+	NoAmplitude   bool // give no A_log to the gate, which a lower bound allows
 	Unwanted      []string
 	Flags         map[string]float64
 	Layout        layout
@@ -34,14 +36,19 @@ type Case struct {
 	Given         given  // data that is not drawn
 }
 
-// Gate, Keys and Beta name what the inputs hold.
+// Family begins the names of the operators; Gate, Keys and Beta name what the inputs hold.
 type (
+	Family string
+
 	Gate string
 	Keys string
 	Beta string
 )
 
 const (
+	gdn Family = ""
+	kda Family = "kda_"
+
 	mild    Gate = ""         // -0.7 to -0.3
 	none    Gate = "none"     // no g
 	weak    Gate = "weak"     // 0 to -0.1: the state remembers across chunks
@@ -74,16 +81,16 @@ func (g given) String() string { return fmt.Sprint(slices.Sorted(maps.Keys(g))) 
 
 func (c *Case) forward() string {
 	if c.Recurrent {
-		return "recurrent_fwd"
+		return string(c.Family) + "recurrent_fwd"
 	}
-	return "fwd"
+	return string(c.Family) + "fwd"
 }
 
 func (c *Case) backward() string {
 	if c.Recurrent {
-		return "recurrent_bwd"
+		return string(c.Family) + "recurrent_bwd"
 	}
-	return "bwd"
+	return string(c.Family) + "bwd"
 }
 
 // has tells whether the case gives a tensor to an operator, be it input or output.
@@ -98,7 +105,7 @@ func (c *Case) has(a *core.TensorArg) bool {
 	case "beta":
 		return c.Beta != absent
 	case "A_log":
-		return c.Flags["gate"] != 0
+		return c.Flags["gate"] != 0 && !c.NoAmplitude
 	case "dt_bias":
 		return c.Bias
 	case "initial_state":
@@ -162,12 +169,14 @@ func (c *Case) sequences() int {
 func cases(short bool) []*Case {
 	var list []*Case
 	add := func(name string, change func(c *Case)) {
-		for _, recurrent := range []bool{false, true} {
-			n := len(list)
-			c := &Case{Name: name, Recurrent: recurrent, B: 1, T: 70, H: 1, HV: 2, K: 16, V: 16, IO: core.F32, Aux: core.F32, H0: true, Dht: true,
-				Skew: n % 16}
-			change(c)
-			list = append(list, c)
+		for _, family := range []Family{gdn, kda} {
+			for _, recurrent := range []bool{false, true} {
+				n := len(list)
+				c := &Case{Name: name, Family: family, Recurrent: recurrent, B: 1, T: 70, H: 1, HV: 2, K: 16, V: 16, IO: core.F32, Aux: core.F32, H0: true,
+					Dht: true, Skew: n % 16}
+				change(c)
+				list = append(list, c)
+			}
 		}
 	}
 
@@ -225,7 +234,7 @@ func cases(short bool) []*Case {
 		}
 	}
 	for _, g := range []Gate{zero, strong, resets} {
-		add("channel gates/g="+string(g), func(c *Case) { c.Gate, c.GK, c.GV = g, c.Recurrent, c.Recurrent })
+		add("channel gates/g="+string(g), func(c *Case) { c.Gate, c.GK, c.GV = g, c.Recurrent && c.Family == gdn, c.Recurrent && c.Family == gdn })
 	}
 
 	for _, k := range []Keys{identical, collinear} {
@@ -288,7 +297,7 @@ func cases(short bool) []*Case {
 				case "neither":
 					c.H0, c.Dht = false, false
 				case "few outputs":
-					c.Unwanted = []string{"final_state", "dg", "dgk", "dgv", "dbeta", "dA_log", "ddt_bias", "dh0"}
+					c.Unwanted = []string{"final_state", "dg", "dgk", "dgv", "dbeta", "dA_log", "ddt_bias", "dh0", "h"}
 				case "tiny keys":
 					c.Keys, c.Flags = tiny, map[string]float64{"qk_l2norm": 1}
 				case "scale":
@@ -300,6 +309,28 @@ func cases(short bool) []*Case {
 		}
 	}
 	add("gate/extreme", func(c *Case) { c.Flags, c.Bias, c.Gate = map[string]float64{"gate": 1}, true, mixed })
+	bounded := func(name string, change func(c *Case)) {
+		add("lower bound"+name, func(c *Case) {
+			change(c)
+			if c.Flags = map[string]float64{"gate": 1}; c.Family == kda {
+				c.Flags["lower_bound"] = -5
+			} else {
+				c.NoAmplitude = false
+			}
+		})
+	}
+	for _, d := range []core.DType{core.F32, core.BF16, core.F16, core.F64} {
+		bounded("", func(c *Case) {
+			c.IO, c.T, c.H, c.HV, c.B = d, 67, 2, 4, 2
+			if d == core.F64 || d == core.F16 {
+				c.Aux = d
+			}
+		})
+	}
+	bounded("/with bias", func(c *Case) { c.Bias, c.K, c.V = true, 40, 24 })
+	bounded("/alone", func(c *Case) { c.NoAmplitude = true })
+	bounded("/bias alone", func(c *Case) { c.NoAmplitude, c.Bias, c.IO = true, true, core.BF16 })
+	bounded("/extreme", func(c *Case) { c.Bias, c.Gate = true, mixed })
 
 	for _, lie := range []layout{plain, heads, gaps, rows, reversed, broadcast, expanded} {
 		for _, d := range []core.DType{core.F32, core.BF16, core.F16, core.F64} {
@@ -344,10 +375,15 @@ func cases(short bool) []*Case {
 	for i := range count {
 		x := mixture(r)
 		add(fmt.Sprintf("random/%d", i), func(c *Case) {
-			name, recurrent := c.Name, c.Recurrent
+			was := *c
 			*c = x
-			c.Name, c.Recurrent = name, recurrent
-			c.GK, c.GV = c.GK && recurrent, c.GV && recurrent
+			c.Name, c.Family, c.Recurrent = was.Name, was.Family, was.Recurrent
+			c.GK, c.GV = c.GK && c.Recurrent && c.Family == gdn, c.GV && c.Recurrent && c.Family == gdn
+			if c.Family == kda && c.Flags["gate"] != 0 {
+				c.Flags = maps.Clone(c.Flags)
+				c.Flags["lower_bound"] = []float64{0, 0, -5, -0.5}[i%4]
+				c.NoAmplitude = i%8 == 3
+			}
 		})
 	}
 	return list
@@ -384,7 +420,7 @@ func mixture(r *rand.Rand) Case {
 	c.BetaV = c.BetaV && c.Beta != absent
 	flag("qk_l2norm", c.K > 1) // of one channel nothing but the sign is left, and the gradient is rounding
 	flag("state_v_first", true)
-	for _, name := range []string{"final_state", "dg", "dgk", "dgv", "dbeta", "dA_log", "ddt_bias", "dh0"} {
+	for _, name := range []string{"final_state", "dg", "dgk", "dgv", "dbeta", "dA_log", "ddt_bias", "dh0", "h"} {
 		if r.IntN(8) == 0 {
 			c.Unwanted = append(c.Unwanted, name)
 		}
@@ -411,7 +447,7 @@ func mixture(r *rand.Rand) Case {
 	}
 	c.Layouts = map[string]layout{}
 	for _, name := range []string{"q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "o", "final_state", "dout", "dht",
-		"dq", "dk", "dv", "dg", "dgk", "dgv", "dbeta", "dA_log", "ddt_bias", "dh0"} {
+		"dq", "dk", "dv", "dg", "dgk", "dgv", "dbeta", "dA_log", "ddt_bias", "dh0", "h"} {
 		if r.IntN(3) == 0 {
 			c.Layouts[name] = []layout{plain, heads, gaps, rows, reversed, broadcast}[r.IntN(6)]
 		}

@@ -105,7 +105,10 @@ func (c *Case) newCall(t testing.TB, op string, tape *array) *call {
 
 // shape follows the table's dimensions.
 func (c *Case) shape(a *core.TensorArg) []int64 {
-	size := map[string]int{"B": c.B, "T": c.T, "H": c.H, "HV": c.HV, "K": c.K, "V": c.V, "N": c.sequences(), "N+1": c.sequences() + 1}
+	size := map[string]int{"B": c.B, "T": c.T, "H": c.H, "HV": c.HV, "K": c.K, "V": c.V, "N": c.sequences(), "N+1": c.sequences() + 1, "NT": (c.T + oracle.Kept - 1) / oracle.Kept}
+	if c.Cu != nil {
+		size["NT"] = (c.T + (oracle.Kept-1)*c.sequences()) / oracle.Kept
+	}
 	shape := []int64{}
 	for _, d := range strings.Fields(a.Dims) {
 		if letter, optional := strings.CutPrefix(d, "["); optional {
@@ -151,7 +154,7 @@ func (c *Case) poison(a *array) {
 // reference is the oracle's view of a call: the inputs as they were rounded.
 func (c *Case) reference(f *call) *oracle.GDN {
 	on := func(name string) bool { return c.Flags[name] != 0 }
-	p := &oracle.GDN{B: c.B, T: c.T, H: c.H, HV: c.HV, K: c.K, V: c.V, Cu: c.Cu, Scale: c.Flags["scale"], L2Norm: on("qk_l2norm"), Gate: on("gate"),
+	p := &oracle.GDN{Channels: c.Family == kda, LowerBound: c.Flags["lower_bound"], B: c.B, T: c.T, H: c.H, HV: c.HV, K: c.K, V: c.V, Cu: c.Cu, Scale: c.Flags["scale"], L2Norm: on("qk_l2norm"), Gate: on("gate"),
 		BetaSigmoid: on("beta_sigmoid"), NegEigval: on("neg_eigval"), StateVFirst: on("state_v_first"), In: oracle.Tensors{}}
 	for i := range f.op.Tensors {
 		a := &f.op.Tensors[i]

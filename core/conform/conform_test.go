@@ -84,7 +84,9 @@ func TestCasesCoverTheTable(t *testing.T) {
 			}
 		}
 		for _, n := range op.Numbers {
-			if n.Float {
+			if n.Name == "lower_bound" {
+				want(op.Name, " ", n.Name, " ", -5)
+			} else if n.Float {
 				want(op.Name, " ", n.Name, " ", 0.1)
 			}
 			want(op.Name, " ", n.Name, " ", n.Min)
@@ -249,7 +251,7 @@ func elements(t *core.Tensor, f func(i int, mem []byte)) {
 }
 
 func (b plainBackend) Run(c *core.Call) error {
-	p := &oracle.GDN{B: int(c.Size("B")), T: int(c.Size("T")), H: int(c.Size("H")), HV: int(c.Size("HV")), K: int(c.Size("K")), V: int(c.Size("V")),
+	p := &oracle.GDN{Channels: strings.HasPrefix(c.Op.Name, "kda"), B: int(c.Size("B")), T: int(c.Size("T")), H: int(c.Size("H")), HV: int(c.Size("HV")), K: int(c.Size("K")), V: int(c.Size("V")),
 		Scale: c.Float("scale"), L2Norm: c.Int("qk_l2norm") != 0, Gate: c.Int("gate") != 0, BetaSigmoid: c.Int("beta_sigmoid") != 0,
 		NegEigval: c.Int("neg_eigval") != 0, StateVFirst: c.Int("state_v_first") != 0, In: oracle.Tensors{}}
 	for i, a := range c.Op.Tensors {
@@ -258,6 +260,9 @@ func (b plainBackend) Run(c *core.Call) error {
 			elements(&c.Tensors[i], func(_ int, mem []byte) { x = append(x, decode(mem, c.Tensors[i].DType)) })
 			p.In[a.Name] = x
 		}
+	}
+	if p.Channels {
+		p.LowerBound = c.Float("lower_bound")
 	}
 	if cu, ok := p.In["cu_seqlens"]; ok {
 		for _, x := range cu {
@@ -270,7 +275,7 @@ func (b plainBackend) Run(c *core.Call) error {
 		out = p.Backward
 	}
 	for name, x := range out() {
-		if !c.Has(name) {
+		if !slices.ContainsFunc(c.Op.Tensors, func(a core.TensorArg) bool { return a.Name == name }) || !c.Has(name) {
 			continue
 		}
 		if b.fault != nil {

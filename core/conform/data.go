@@ -76,7 +76,7 @@ func (c *Case) gates(x []float64, name string, r *rand.Rand) {
 	if name == "g" && c.Flags["gate"] != 0 {
 		if c.Gate == mixed { // raw gates where softplus is 0 or x to the last bit
 			for i := range x {
-				x[i] = []float64{-100, -30, -17, 0, 30}[r.IntN(5)]
+				x[i] = []float64{math.Inf(-1), -100, -30, -17, 0, 30}[r.IntN(6)]
 			}
 		}
 		return
@@ -109,7 +109,11 @@ func (c *Case) gates(x []float64, name string, r *rand.Rand) {
 		case mixed:
 			x[i] = -60 * float64(r.IntN(2))
 		case perHead:
-			x[i] = []float64{-0.01, -3, -0.3}[i%c.HV%3]
+			head := i
+			if c.Family == kda && name == "g" {
+				head = i / c.K
+			}
+			x[i] = []float64{-0.01, -3, -0.3}[head%c.HV%3]
 		default:
 			panic("conform: no gate regime " + string(regime))
 		}

@@ -9,11 +9,13 @@ type Tensors map[string][]float64
 
 // GDN is one call of the Gated DeltaNet family, with the letters and the numbers of the table.
 type GDN struct {
+	Channels          bool // Kimi Delta Attention: g goes by key channels, and so does dt_bias
 	B, T, H, HV, K, V int
 	Cu                []int // offsets of packed sequences; nil: B sequences of T tokens
 	Scale             float64
 	L2Norm            bool
 	Gate              bool
+	LowerBound        float64
 	BetaSigmoid       bool
 	NegEigval         bool
 	StateVFirst       bool
@@ -52,16 +54,42 @@ func (p *GDN) betaWidth() int {
 	return 1
 }
 
-// Forward returns o and final_state.
+// gateWidth is how many gates a value head has.
+func (p *GDN) gateWidth() int {
+	if p.Channels {
+		return p.K
+	}
+	return 1
+}
+
+// Kept is how many tokens lie between two states that h keeps.
+const Kept = 64
+
+// Forward returns o, final_state and, of Kimi Delta Attention, h: the states before each Kept tokens.
 func (p *GDN) Forward() Tensors {
 	out := Tensors{"o": make([]float64, p.B*p.T*p.HV*p.V)}
 	first, length := p.Sequences()
 	out["final_state"] = make([]float64, len(first)*p.HV*p.K*p.V)
+	at, kept := make([]int, len(first)), p.B*((p.T+Kept-1)/Kept) // where the states of a sequence begin in h
+	for n := range first {
+		if n > 0 {
+			at[n] = at[n-1] + (length[n-1]+Kept-1)/Kept
+		}
+	}
+	if p.Cu != nil {
+		kept = (p.T + (Kept-1)*len(first)) / Kept // as many as so many sequences can have
+	}
+	if p.Channels {
+		out["h"] = make([]float64, kept*p.HV*p.K*p.V)
+	}
 	for n := range first {
 		for hv := range p.HV {
 			s := make([]float64, p.K*p.V)
 			p.readState(s, "initial_state", n, hv)
 			for t := range length[n] {
+				if p.Channels && t%Kept == 0 {
+					p.writeState(s, out["h"], at[n]+t/Kept, hv)
+				}
 				x := p.token(first[n]+t, hv)
 				after := make([]float64, p.K*p.V)
 				x.step(s, after, nil)
@@ -82,7 +110,7 @@ func (p *GDN) Backward() Tensors {
 			grad["d"+name] = make([]float64, len(x))
 		}
 	}
-	p.Squares = Tensors{"dA_log": make([]float64, p.HV), "ddt_bias": make([]float64, p.HV)}
+	p.Squares = Tensors{"dA_log": make([]float64, p.HV), "ddt_bias": make([]float64, p.HV*p.gateWidth())}
 	first, length := p.Sequences()
 	if p.In["initial_state"] != nil {
 		grad["dh0"] = make([]float64, len(p.In["initial_state"]))
@@ -122,7 +150,7 @@ type token struct {
 	q, k   []float64 // normalised
 	rq, rk float64   // the factors of that
 	v      []float64
-	g      float64   // log decay of the head
+	g      []float64 // log decays, of the head or of its key channels
 	decayK []float64 // exp(g + gk), per key channel
 	decayV []float64 // exp(gv), per value channel
 	beta   []float64 // per value channel
@@ -141,15 +169,22 @@ func (p *GDN) token(row, hv int) *token {
 	}
 	x.v = p.In["v"][x.at*p.V:][:p.V]
 
+	gates := p.gateWidth()
+	x.g = make([]float64, gates)
 	if p.In["g"] != nil {
-		x.g = p.In["g"][x.at]
-		if p.Gate {
-			x.g = -p.amplitude(hv) * softplus(p.raw(x.at, hv))
+		copy(x.g, p.In["g"][x.at*gates:])
+		for i := range x.g {
+			switch raw := p.raw(x.at, hv, i); {
+			case p.Gate && p.LowerBound != 0:
+				x.g[i] = p.LowerBound * sigmoid(p.amplitude(hv)*raw)
+			case p.Gate:
+				x.g[i] = -p.amplitude(hv) * softplus(raw)
+			}
 		}
 	}
 	x.decayK, x.decayV, x.beta = make([]float64, p.K), make([]float64, p.V), make([]float64, p.V)
 	for i := range x.decayK {
-		x.decayK[i] = math.Exp(x.g)
+		x.decayK[i] = math.Exp(x.g[i%gates])
 		if gk := p.In["gk"]; gk != nil {
 			x.decayK[i] *= math.Exp(gk[x.at*p.K+i])
 		}
@@ -216,7 +251,7 @@ func (x *token) backward(grad Tensors, before, after, ds []float64) {
 		grad["dv"][x.at*V+j] = de[j]
 		x.betaBackward(grad, j, write[j]*e[j])
 	}
-	dg, dgk, dgv := 0., make([]float64, K), make([]float64, V)
+	dg, dgk, dgv := make([]float64, len(x.g)), make([]float64, K), make([]float64, V)
 	for i := range K {
 		for j := range V {
 			decayed := x.decayK[i] * x.decayV[j] * before[i*V+j]
@@ -227,8 +262,8 @@ func (x *token) backward(grad Tensors, before, after, ds []float64) {
 			ds[i*V+j] = x.decayK[i] * x.decayV[j] * d
 		}
 	}
-	for _, d := range dgk {
-		dg += d
+	for i, d := range dgk {
+		dg[i%len(dg)] += d
 	}
 	x.gateBackward(grad, dg)
 	if grad["dgk"] != nil {
@@ -241,34 +276,52 @@ func (x *token) backward(grad Tensors, before, after, ds []float64) {
 	addNorm(grad["dk"][x.atQ*K:][:K], x.k, dk, x.rk, p.L2Norm)
 }
 
-func (p *GDN) amplitude(hv int) float64 { return math.Exp(p.In["A_log"][hv]) }
+func (p *GDN) amplitude(hv int) float64 {
+	if p.In["A_log"] == nil {
+		return 1
+	}
+	return math.Exp(p.In["A_log"][hv])
+}
 
-// raw is the argument of the gate's softplus.
-func (p *GDN) raw(at, hv int) float64 {
-	x := p.In["g"][at]
+// raw is gate i of a value head, as it came and with its bias.
+func (p *GDN) raw(at, hv, i int) float64 {
+	n := p.gateWidth()
+	x := p.In["g"][at*n+i]
 	if bias := p.In["dt_bias"]; bias != nil {
-		x += bias[hv]
+		x += bias[hv*n+i]
 	}
 	return x
 }
 
-// gateBackward takes the gradient of the log decay to the gate's inputs.
-func (x *token) gateBackward(grad Tensors, dg float64) {
-	p := x.p
+// gateBackward takes the gradients of the log decays to the gate's inputs.
+func (x *token) gateBackward(grad Tensors, dg []float64) {
+	p, n := x.p, len(dg)
 	if grad["dg"] == nil {
 		return
 	}
 	if !p.Gate {
-		grad["dg"][x.at] = dg
+		copy(grad["dg"][x.at*n:], dg)
 		return
 	}
-	draw := -p.amplitude(x.hv) * sigmoid(p.raw(x.at, x.hv)) * dg
-	grad["dg"][x.at] = draw
-	grad["dA_log"][x.hv] += dg * x.g
-	p.Squares["dA_log"][x.hv] += dg * x.g * dg * x.g
-	p.Squares["ddt_bias"][x.hv] += draw * draw
-	if dbias := grad["ddt_bias"]; dbias != nil {
-		dbias[x.hv] += draw
+	for i, d := range dg {
+		raw, a := p.raw(x.at, x.hv, i), p.amplitude(x.hv)
+		draw, dA := -a*sigmoid(raw)*d, d*x.g[i]
+		if p.LowerBound != 0 {
+			draw = p.LowerBound * a * sigmoid(a*raw) * sigmoid(-a*raw) * d
+			dA = draw * raw
+		}
+		if draw == 0 { // also where the raw gate is infinite
+			dA = 0
+		}
+		grad["dg"][x.at*n+i] = draw
+		if dA_log := grad["dA_log"]; dA_log != nil {
+			dA_log[x.hv] += dA
+		}
+		if dbias := grad["ddt_bias"]; dbias != nil {
+			dbias[x.hv*n+i] += draw
+		}
+		p.Squares["dA_log"][x.hv] += dA * dA
+		p.Squares["ddt_bias"][x.hv*n+i] += draw * draw
 	}
 }
 

@@ -104,6 +104,20 @@ func TestGradients(t *testing.T) {
 			p.Gate, p.In["A_log"], p.In["dt_bias"] = true, normal(r, p.HV), normal(r, p.HV)
 			p.In["g"] = normal(r, len(p.In["g"]))
 		},
+		"kda": func(p *GDN, r *rand.Rand) { channels(p, each(normal(r, p.B*p.T*p.HV*p.K), negative)) },
+		"kda gate": func(p *GDN, r *rand.Rand) {
+			channels(p, normal(r, p.B*p.T*p.HV*p.K))
+			p.Gate, p.In["A_log"], p.In["dt_bias"] = true, normal(r, p.HV), normal(r, p.HV*p.K)
+		},
+		"kda lower bound": func(p *GDN, r *rand.Rand) {
+			channels(p, normal(r, p.B*p.T*p.HV*p.K))
+			p.Gate, p.LowerBound, p.In["A_log"], p.In["dt_bias"] = true, -5, normal(r, p.HV), normal(r, p.HV*p.K)
+			pack(p)
+		},
+		"kda lower bound alone": func(p *GDN, r *rand.Rand) {
+			channels(p, normal(r, p.B*p.T*p.HV*p.K))
+			p.Gate, p.LowerBound = true, -0.5
+		},
 		"all": func(p *GDN, r *rand.Rand) {
 			p.In["gk"], p.In["gv"] = each(normal(r, p.B*p.T*p.HV*p.K), negative), each(normal(r, len(p.In["v"])), negative)
 			p.Gate, p.In["A_log"], p.In["dt_bias"] = true, normal(r, p.HV), normal(r, p.HV)
@@ -146,6 +160,9 @@ func TestGradients(t *testing.T) {
 		})
 	}
 }
+
+// channels makes Kimi Delta Attention of it.
+func channels(p *GDN, g []float64) { p.Channels, p.In["g"] = true, g }
 
 func negative(x float64) float64 { return -math.Abs(x) / 2 }
 
@@ -288,6 +305,34 @@ func TestClosedForms(t *testing.T) {
 			}
 			near(t, "d"+name, sums, wantGrad["dg"])
 		}
+		p := small(source())
+		want, wantGrad := p.Forward(), p.Backward()
+		var g []float64
+		for _, x := range p.In["g"] {
+			g = append(g, constant(p.K, x)...)
+		}
+		channels(p, g)
+		got, gotGrad := p.Forward(), p.Backward()
+		near(t, "o of KDA", got["o"], want["o"])
+		near(t, "dk of KDA", gotGrad["dk"], wantGrad["dk"])
+		near(t, "dh0 of KDA", gotGrad["dh0"], wantGrad["dh0"])
+	})
+
+	t.Run("kept states", func(t *testing.T) {
+		r := source()
+		p := oneHead(r, 200)
+		p.Channels = true
+		p.Cu = []int{0, 130, 130, 195} // 3, 0 and 2 states, and rows of no sequence
+		p.In["initial_state"] = normal(r, 3*p.K*p.V)
+		h := p.Forward()["h"]
+		near(t, "the first", h[:p.K*p.V], p.In["initial_state"][:p.K*p.V])
+		a := part(p, 0, 128)
+		a.Cu, a.In["initial_state"] = nil, p.In["initial_state"][:p.K*p.V]
+		near(t, "the third", h[2*p.K*p.V:3*p.K*p.V], a.Forward()["final_state"])
+		b := part(p, 130, 194)
+		b.Cu, b.In["initial_state"] = nil, p.In["initial_state"][2*p.K*p.V:]
+		near(t, "the fifth", h[4*p.K*p.V:5*p.K*p.V], b.Forward()["final_state"])
+		near(t, "the rest", h[5*p.K*p.V:], make([]float64, p.K*p.V))
 	})
 
 	t.Run("scale and v are linear", func(t *testing.T) {

@@ -1,13 +1,17 @@
 // The operators of the Gated DeltaNet family: arguments, choice of the form, and what is left to do when the units have run.
 #define REAL float
+#define LANES vf
 #define FN(name) name##_f32
 #include "token.h"
 #undef REAL
+#undef LANES
 #undef FN
 #define REAL double
+#define LANES double
 #define FN(name) name##_f64
 #include "token.h"
 #undef REAL
+#undef LANES
 #undef FN
 
 // From 8 MB of traffic on, the rows of an output are not in the caches when somebody reads them.
@@ -33,6 +37,7 @@ static void setup(scan *s, const int64_t *size, double scale, const gdnk_tensor 
 	s->scale = s->scale64 = scale == 0 ? 1 / sqrt((double)s->K) : scale;
 	s->perv = s->beta.dtype && s->beta.rank == 4;
 	s->nstates = s->B * s->T / SEG;
+	s->biases = s->channels ? s->K : 1;
 	if (tape->dtype) {
 		s->states = (float *)tape->data;
 		s->errors = s->states + s->HV * s->nstates * s->KP * s->VP;
@@ -50,27 +55,44 @@ static void zero_rest(const scan *s, const gdnk_tensor *t) {
 	const sequence q = s->N ? sequence_of(s, s->N - 1) : (sequence){0};
 	zero_tokens(t, q.t0 + q.len, s->T);
 }
+// Where the states of each packed sequence begin in h. Behind the last of them h is zero. Returns 1 without memory.
+static int place_states(scan *s) {
+	if (!s->h.dtype || !s->cu.dtype) return 0;
+	int64_t n = 0;
+	if (!(s->first = malloc((s->N + 1) * sizeof *s->first))) return 1;
+	for (int64_t i = 0; i < s->N; i++) s->first[i] = n, n += (sequence_of(s, i).len + SEG - 1) / SEG;
+	for (; n < s->h.shape[1]; n++)
+		for (int64_t hv = 0; hv < s->HV; hv++)
+			for (int64_t i = 0; i < s->h.shape[3]; i++)
+				for (int64_t j = 0; j < s->h.shape[4]; j++)
+					st1((char *)s->h.data, s->h.dtype, n * s->h.stride[1] + hv * s->h.stride[2] + i * s->h.stride[3] + j * s->h.stride[4], 0);
+	return 0;
+}
 static int run_fwd(scan *s, const gdnk_tensor *tape, int tokens) {
 	s->stream = (tokens ? 2 * tensor_bytes(&s->ht) : tensor_bytes(&s->o) + tensor_bytes(&s->v) + tensor_bytes(&s->q) + tensor_bytes(&s->k)) >= STREAM_BYTES;
 	will_write(&s->o), will_write(&s->ht), will_write(tape);
 	scratch w;
 	if (s->T == 0 && !s->ht.dtype) return 0; // whatever the number of heads
-	if (s->q.dtype == GDNK_F64 ? token_run_f64(s, 0) : tokens ? token_run_f32(s, 0) : gdnk_parallel(s->N * s->groups, fwd_scratch(s, &w, NULL), fwd_unit, s)) return 1;
-	zero_rest(s, &s->o);
-	return 0;
+	if (place_states(s)) return 1;
+	const int failed = s->q.dtype == GDNK_F64 ? token_run_f64(s, 0) : tokens ? token_run_f32(s, 0) : gdnk_parallel(s->N * s->groups, fwd_scratch(s, &w, NULL), fwd_unit, s);
+	free(s->first);
+	if (!failed) zero_rest(s, &s->o);
+	return failed;
 }
 static int run_bwd(scan *s, int tokens) {
 	s->stream = tensor_bytes(&s->dq) + tensor_bytes(&s->dk) + tensor_bytes(&s->dv) + tensor_bytes(&s->dout) >= STREAM_BYTES;
 	will_write(&s->dq), will_write(&s->dk), will_write(&s->dv), will_write(&s->dh0);
-	if (s->gate && !(s->sums = calloc(s->N * s->HV * 2 + 1, sizeof *s->sums))) return 1;
+	const int nsums = 1 + s->biases;
+	if (s->gate && !(s->sums = calloc(s->N * s->HV * nsums + 1, sizeof *s->sums))) return 1;
 	scratch w;
 	const int failed = s->T == 0 && !s->dh0.dtype ? 0 : s->q.dtype == GDNK_F64 ? token_run_f64(s, 1) : tokens ? token_run_f32(s, 1) : gdnk_parallel(s->N * s->groups, bwd_scratch(s, &w, NULL), bwd_unit, s);
 	if (!failed) {
 		for (int64_t hv = 0; hv < s->HV && s->sums; hv++) {
-			double dA = 0, db = 0;
-			for (int64_t n = 0; n < s->N; n++) dA += s->sums[(n * s->HV + hv) * 2], db += s->sums[(n * s->HV + hv) * 2 + 1];
-			if (s->dA.dtype) st1((char *)s->dA.data, s->dA.dtype, hv * s->dA.stride[0], dA);
-			if (s->dbias.dtype) st1((char *)s->dbias.data, s->dbias.dtype, hv * s->dbias.stride[0], db);
+			double *sum = s->sums + hv * nsums;
+			for (int64_t n = 1; n < s->N; n++)
+				for (int i = 0; i < nsums; i++) sum[i] += sum[n * s->HV * nsums + i];
+			if (s->dA.dtype) st1((char *)s->dA.data, s->dA.dtype, hv * s->dA.stride[0], sum[0]);
+			for (int i = 0; i < s->biases && s->dbias.dtype; i++) st1((char *)s->dbias.data, s->dbias.dtype, hv * s->dbias.stride[0] + i * s->dbias.stride[1], sum[1 + i]);
 		}
 		const gdnk_tensor *rows[] = {&s->dq, &s->dk, &s->dv, &s->dg, &s->dgk, &s->dgv, &s->dbeta};
 		for (int i = 0; i < 7; i++) zero_rest(s, rows[i]);
@@ -108,5 +130,27 @@ static int op_recurrent_bwd(const gdnk_call *c) {
 	scan s = {INPUTS(recurrent_bwd), GRADIENTS(recurrent_bwd), .gk = TENSOR(recurrent_bwd, gk), .gv = TENSOR(recurrent_bwd, gv), .dgk = TENSOR(recurrent_bwd, dgk),
 		.dgv = TENSOR(recurrent_bwd, dgv)};
 	setup(&s, c->size, c->f[N_recurrent_bwd_scale], &TENSOR(recurrent_bwd, tape));
+	return run_bwd(&s, 1);
+}
+
+#define CHANNELS(op) .channels = 1, .lower = c->f[N_##op##_lower_bound]
+static int op_kda_fwd(const gdnk_call *c) {
+	scan s = {INPUTS(kda_fwd), CHANNELS(kda_fwd), .o = TENSOR(kda_fwd, o), .ht = TENSOR(kda_fwd, final_state), .h = TENSOR(kda_fwd, h)};
+	setup(&s, c->size, c->f[N_kda_fwd_scale], &TENSOR(kda_fwd, tape));
+	return run_fwd(&s, &TENSOR(kda_fwd, tape), 0);
+}
+static int op_kda_bwd(const gdnk_call *c) {
+	scan s = {INPUTS(kda_bwd), CHANNELS(kda_bwd), GRADIENTS(kda_bwd)};
+	setup(&s, c->size, c->f[N_kda_bwd_scale], &TENSOR(kda_bwd, tape));
+	return run_bwd(&s, 0);
+}
+static int op_kda_recurrent_fwd(const gdnk_call *c) {
+	scan s = {INPUTS(kda_recurrent_fwd), CHANNELS(kda_recurrent_fwd), .o = TENSOR(kda_recurrent_fwd, o), .ht = TENSOR(kda_recurrent_fwd, final_state)};
+	setup(&s, c->size, c->f[N_kda_recurrent_fwd_scale], &TENSOR(kda_recurrent_fwd, tape));
+	return run_fwd(&s, &TENSOR(kda_recurrent_fwd, tape), 1);
+}
+static int op_kda_recurrent_bwd(const gdnk_call *c) {
+	scan s = {INPUTS(kda_recurrent_bwd), CHANNELS(kda_recurrent_bwd), GRADIENTS(kda_recurrent_bwd)};
+	setup(&s, c->size, c->f[N_kda_recurrent_bwd_scale], &TENSOR(kda_recurrent_bwd, tape));
 	return run_bwd(&s, 1);
 }

@@ -4,11 +4,13 @@
 
 // All operators
 #define GDNK_OPS(X) \
-	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd) X(summary_fwd) X(summary_grad) X(summary_bwd) X(summary_merge) \
-	X(summary_merge_bwd) X(summary_compose) X(summary_compose_bwd)
+	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd) X(kda_fwd) X(kda_bwd) X(kda_recurrent_fwd) \
+	X(kda_recurrent_bwd) X(summary_fwd) X(summary_grad) X(summary_bwd) X(summary_merge) X(summary_merge_bwd) \
+	X(summary_compose) X(summary_compose_bwd)
 
-enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_summary_fwd, OP_summary_grad, OP_summary_bwd,
-       OP_summary_merge, OP_summary_merge_bwd, OP_summary_compose, OP_summary_compose_bwd, OP_count };
+enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_kda_fwd, OP_kda_bwd, OP_kda_recurrent_fwd,
+       OP_kda_recurrent_bwd, OP_summary_fwd, OP_summary_grad, OP_summary_bwd, OP_summary_merge, OP_summary_merge_bwd,
+       OP_summary_compose, OP_summary_compose_bwd, OP_count };
 enum { SZ_B, SZ_T, SZ_H, SZ_HV, SZ_K, SZ_V, SZ_N, SZ_D, SZ_W, SZ_P, SZ_R, SZ_count };
 
 // gdn_fwd: tensors, numbers, derived sizes (indices into size[]).
@@ -45,6 +47,45 @@ enum { T_recurrent_bwd_q, T_recurrent_bwd_k, T_recurrent_bwd_v, T_recurrent_bwd_
 enum { N_recurrent_bwd_scale, N_recurrent_bwd_qk_l2norm, N_recurrent_bwd_gate, N_recurrent_bwd_beta_sigmoid,
        N_recurrent_bwd_neg_eigval, N_recurrent_bwd_state_v_first, N_recurrent_bwd_count };
 enum { D_recurrent_bwd_TAPE = SZ_count };
+
+// gdn_kda_fwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_fwd_q, T_kda_fwd_k, T_kda_fwd_v, T_kda_fwd_g, T_kda_fwd_beta, T_kda_fwd_A_log, T_kda_fwd_dt_bias,
+       T_kda_fwd_initial_state, T_kda_fwd_cu_seqlens, T_kda_fwd_o, T_kda_fwd_final_state, T_kda_fwd_tape,
+       T_kda_fwd_h, T_kda_fwd_count };
+enum { N_kda_fwd_scale, N_kda_fwd_qk_l2norm, N_kda_fwd_gate, N_kda_fwd_lower_bound, N_kda_fwd_beta_sigmoid,
+       N_kda_fwd_neg_eigval, N_kda_fwd_state_v_first, N_kda_fwd_count };
+enum { D_kda_fwd_KP = SZ_count, D_kda_fwd_VP, D_kda_fwd_TAPE, D_kda_fwd_NT };
+
+// gdn_kda_bwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_bwd_q, T_kda_bwd_k, T_kda_bwd_v, T_kda_bwd_g, T_kda_bwd_beta, T_kda_bwd_A_log, T_kda_bwd_dt_bias,
+       T_kda_bwd_initial_state, T_kda_bwd_cu_seqlens, T_kda_bwd_tape, T_kda_bwd_dout, T_kda_bwd_dht, T_kda_bwd_dq,
+       T_kda_bwd_dk, T_kda_bwd_dv, T_kda_bwd_dg, T_kda_bwd_dbeta, T_kda_bwd_dA_log, T_kda_bwd_ddt_bias,
+       T_kda_bwd_dh0, T_kda_bwd_count };
+enum { N_kda_bwd_scale, N_kda_bwd_qk_l2norm, N_kda_bwd_gate, N_kda_bwd_lower_bound, N_kda_bwd_beta_sigmoid,
+       N_kda_bwd_neg_eigval, N_kda_bwd_state_v_first, N_kda_bwd_count };
+enum { D_kda_bwd_KP = SZ_count, D_kda_bwd_VP, D_kda_bwd_TAPE };
+
+// gdn_kda_recurrent_fwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_recurrent_fwd_q, T_kda_recurrent_fwd_k, T_kda_recurrent_fwd_v, T_kda_recurrent_fwd_g,
+       T_kda_recurrent_fwd_beta, T_kda_recurrent_fwd_A_log, T_kda_recurrent_fwd_dt_bias,
+       T_kda_recurrent_fwd_initial_state, T_kda_recurrent_fwd_cu_seqlens, T_kda_recurrent_fwd_o,
+       T_kda_recurrent_fwd_final_state, T_kda_recurrent_fwd_tape, T_kda_recurrent_fwd_count };
+enum { N_kda_recurrent_fwd_scale, N_kda_recurrent_fwd_qk_l2norm, N_kda_recurrent_fwd_gate,
+       N_kda_recurrent_fwd_lower_bound, N_kda_recurrent_fwd_beta_sigmoid, N_kda_recurrent_fwd_neg_eigval,
+       N_kda_recurrent_fwd_state_v_first, N_kda_recurrent_fwd_count };
+enum { D_kda_recurrent_fwd_TAPE = SZ_count };
+
+// gdn_kda_recurrent_bwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_recurrent_bwd_q, T_kda_recurrent_bwd_k, T_kda_recurrent_bwd_v, T_kda_recurrent_bwd_g,
+       T_kda_recurrent_bwd_beta, T_kda_recurrent_bwd_A_log, T_kda_recurrent_bwd_dt_bias,
+       T_kda_recurrent_bwd_initial_state, T_kda_recurrent_bwd_cu_seqlens, T_kda_recurrent_bwd_tape,
+       T_kda_recurrent_bwd_dout, T_kda_recurrent_bwd_dht, T_kda_recurrent_bwd_dq, T_kda_recurrent_bwd_dk,
+       T_kda_recurrent_bwd_dv, T_kda_recurrent_bwd_dg, T_kda_recurrent_bwd_dbeta, T_kda_recurrent_bwd_dA_log,
+       T_kda_recurrent_bwd_ddt_bias, T_kda_recurrent_bwd_dh0, T_kda_recurrent_bwd_count };
+enum { N_kda_recurrent_bwd_scale, N_kda_recurrent_bwd_qk_l2norm, N_kda_recurrent_bwd_gate,
+       N_kda_recurrent_bwd_lower_bound, N_kda_recurrent_bwd_beta_sigmoid, N_kda_recurrent_bwd_neg_eigval,
+       N_kda_recurrent_bwd_state_v_first, N_kda_recurrent_bwd_count };
+enum { D_kda_recurrent_bwd_TAPE = SZ_count };
 
 // gdn_summary_fwd: tensors, numbers, derived sizes (indices into size[]).
 enum { T_summary_fwd_k, T_summary_fwd_v, T_summary_fwd_g, T_summary_fwd_beta, T_summary_fwd_A_log,

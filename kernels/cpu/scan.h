@@ -1,4 +1,4 @@
-// The chunk form, forward and backward, fp32 inside: Gated DeltaNet.
+// The chunk form, forward and backward, fp32 inside: Gated DeltaNet, and Kimi Delta Attention, whose decays go by key channels.
 //
 // Chunks of FC tokens forward and C = 16 backward; a is exp(g), b and d its inclusive prefix and exclusive suffix products in the chunk, Gam_ij = a_{j+1}..a_i.
 // All decays are running products of a: no quotient, no exponent above zero, g = -inf exact. e is the error before beta, V' = beta e.
@@ -14,6 +14,11 @@
 //           D  <- b_last D + [s Q b ; K b]^T [dO ; m]
 //           dg_t: every product whose decay contains a_t, summed without a subtraction (rectangle form)
 // Neither the inverse of I + A nor w, u exist; e makes dbeta one dot product and beta = 0 no special case.
+//
+// Where decays go by channels, a, b, d and Gam_ij are vectors and multiply inside the products over channels: K b, Q b and K d are rows of their
+// own, b_last is a factor for each row of S, and the token pairs' decays r = Gam_ij k_j run along with the rows:
+//           dP, F as above; u_ij = s dP_ij q_i + F_ij k_i;  h_j(t) = sum_{i>=t} u_ij Gam_it runs up the rows
+//           dQ_i = .. + sum_j s dP_ij r_j(i)        dK_i = .. + sum_j F_ij r_j(i) + h_i(i)        dg_t = .. + sum_{j<t} r_j(t) h_j(t)
 //
 // The forward keeps S as panels of PW value columns, the backward S^T and D^T as panels of PW key columns: then no operand and no result
 // of a large product has to be transposed but dV' and K d.
@@ -37,11 +42,11 @@ typedef struct {
 		const char *p;
 		ptrdiff_t step; // from row to row, in bytes
 		int rows, lines;
-	} run[12];
+	} run[20];
 	int at, end, line; // the next request: run, and line of its first row
 } prefetch;
 INL void pf_rows(prefetch *q, view v, int rows, int cols) {
-	if (v.col != 1 || rows <= 0 || q->end == 12) return;
+	if (v.col != 1 || rows <= 0 || q->end == 20) return;
 	q->run[q->end].p = v.p;
 	q->run[q->end].step = v.row * size_of(v.type);
 	q->run[q->end].rows = rows;
@@ -74,12 +79,17 @@ typedef struct {
 	double scale64;
 	float scale;
 	int l2norm, gate, beta_sigmoid, v_first, perv; // perv: beta per value channel
+	int channels;                                  // g goes by key channels
+	float lower;                                   // of the gate; 0: the softplus form
 	float beta_max;                                // 2 with neg_eigval
 	int64_t group, groups;                         // key heads a unit of work, units a sequence
 	float *states, *errors;                        // the tape's parts, NULL without a tape
 	int64_t nstates;                               // states a head
 	int stream;                                    // outputs do not fit the caches: store past them
-	double *sums;                                  // backward, gate: [N][HV][2] partial sums of dA_log and ddt_bias
+	double *sums;                                  // backward, gate: [N][HV][1 + biases] partial sums of dA_log and ddt_bias
+	int biases;                                    // a value head: 1, or K
+	gdnk_tensor h;                                 // forward: the states before every SEG tokens
+	int64_t *first;                                // of each packed sequence, where its states begin in h
 } scan;
 
 typedef struct {
@@ -104,7 +114,7 @@ static sequence sequence_of(const scan *s, int64_t n) {
 // ---------------------------------------------------------------- one chunk's operands
 typedef struct {
 	float a[C], eb[C], ed[C]; // exp(g), prefix and exclusive suffix products
-	float graw[C], g[C], amp; // the gate as it came, with its bias, and as a log decay; its amplitude
+	float raw[C], amp;        // the raw gate with its bias, and its amplitude
 	float eL;
 	int n;
 } ALN gates;
@@ -118,10 +128,12 @@ typedef struct { // per value head
 	float GK[C * C], PG[C * C], fk[C], fq[C], fd[C]; // factors of the rows of K S, Q S and V': b, scale b, d
 	int late;    // forward: the state is multiplied, by mul
 	float mul;
-	float *X;    // [2C][KP]  backward: s Q b, K b
-	float *KD;   // [C][KP]   backward: K d
+	float *X;    // [2C][KP]  backward, channels: s Q b, K b
+	float *KD;   // [C][KP]   likewise: K d
 	float *VN;   // [C][VP]   backward: V'
-	float *eLv;  // [KP]      backward: b_last
+	float *eLv;  // [KP]      like X: b_last
+	float *a;    // [C][KP]   channels: exp(g)
+	float *raw;  // [C][KP]   channels, gate: the raw gate with its bias
 	float *be;   // [C][ldbe] beta, PW wide when it is the same for all value channels
 	int ldbe;
 } ALN chunk;
@@ -195,23 +207,28 @@ NOINL void dots(int c, const float *x, const float *p, const float *y, int ld, f
 			}                                                                               \
 	}
 
+static double amplitude(const scan *s, int64_t hv) {
+	return s->A_log.dtype ? exp(ld1((const char *)s->A_log.data, s->A_log.dtype, hv * s->A_log.stride[0])) : 1;
+}
+
 // n of c rows of k and q from token t on, and their products
 INL void load_keys(const scan *s, int c, keys *w, const sequence *q, int64_t t, int n, int64_t h) {
 	rows_in(w->k, s->KP, token_view(&s->k, q->b, q->t0 + t, h), n, c, s->K);
 	rows_in(w->q, s->KP, token_view(&s->q, q->b, q->t0 + t, h), n, c, s->K);
 	if (s->l2norm) l2norm(w->k, s->KP, c, w->rn), l2norm(w->q, s->KP, c, w->rn + C);
-	dots(c, w->k, w->q, w->k, s->KP, w->KK, w->QK);
+	if (!s->channels) dots(c, w->k, w->q, w->k, s->KP, w->KK, w->QK);
 }
 INL void load_gates(const scan *s, int c, gates *w, const sequence *q, int64_t t, int n, int64_t hv) {
 	w->n = n;
 	float x[C] ALN = {0};
 	if (s->g.dtype) column_in(x, token_view(&s->g, q->b, q->t0 + t, hv), n);
 	if (s->gate) {
-		w->amp = expf(ld1((const char *)s->A_log.data, s->A_log.dtype, hv * s->A_log.stride[0]));
+		w->amp = amplitude(s, hv);
 		const float bias = s->dt_bias.dtype ? ld1((const char *)s->dt_bias.data, s->dt_bias.dtype, hv * s->dt_bias.stride[0]) : 0;
-		for (int i = 0; i < n; i++) {
-			w->graw[i] = x[i] + bias;
-			w->g[i] = x[i] = gate(w->graw[i], w->amp);
+		for (int i = 0; i < C; i += VW) {
+			const vf raw = LD(x + i) + bias;
+			ST(w->raw + i, raw);
+			ST(x + i, sel(LANE + i < n, gate_f32(raw, w->amp, s->lower), bc(0)));
 		}
 	}
 	for (int i = 0; i < C; i += VW) ST(w->a + i, vexp(LD(x + i)));
@@ -259,6 +276,103 @@ INL void decay_factors(const scan *s, int c, const keys *k, chunk *w) {
 	})
 }
 
+// ---------------------------------------------------------------- decays by channels
+NOINL void load_channel_gates(const scan *s, int c, chunk *w, const sequence *q, int64_t t, int n, int64_t hv) {
+	const int KP = s->KP;
+	w->gt.n = n;
+	if (s->g.dtype) rows_in(w->a, KP, token_view(&s->g, q->b, q->t0 + t, hv), n, c, s->K);
+	else memset(w->a, 0, sizeof *w->a * c * KP);
+	if (s->gate) {
+		const float amp = w->gt.amp = amplitude(s, hv);
+		if (s->dt_bias.dtype) {
+			const gdnk_tensor *b = &s->dt_bias;
+			rows_in(w->eLv, KP, (view){(char *)b->data + hv * b->stride[0] * size_of(b->dtype), b->dtype, 0, b->stride[1]}, 1, 1, s->K);
+		} else memset(w->eLv, 0, sizeof *w->eLv * KP);
+		for (int i = 0; i < n; i++) // rows behind the last token do not decay
+			for (int d = 0; d < KP; d += VW) {
+				const vf raw = LD(w->a + i * KP + d) + LD(w->eLv + d);
+				if (w->raw) ST(w->raw + i * KP + d, raw);
+				ST(w->a + i * KP + d, gate_f32(raw, amp, s->lower));
+			}
+	}
+	for (ptrdiff_t i = 0; i < (ptrdiff_t)c * KP; i += VW) ST(w->a + i, vexp(LD(w->a + i)));
+}
+INL void decay_channels_of(const scan *s, int c, const keys *k, chunk *w) {
+	const ptrdiff_t KP = s->KP;
+	const vf scale = bc(s->scale);
+	for (ptrdiff_t d = 0; d < KP; d += VW) {
+		vf p = bc(1);
+		UNROLL for (int i = 0; i < c; i++) {
+			p *= LD(w->a + i * KP + d);
+			ST(w->X + i * KP + d, LD(k->q + i * KP + d) * (p * scale));
+			ST(w->X + (c + i) * KP + d, LD(k->k + i * KP + d) * p);
+		}
+		ST(w->eLv + d, p);
+		p = bc(1);
+		UNROLL for (int i = c - 1; i >= 0; i--) {
+			ST(w->KD + i * KP + d, LD(k->k + i * KP + d) * p);
+			p *= LD(w->a + i * KP + d);
+		}
+	}
+}
+// GK and PG in blocks of 4 rows by 4 columns: r_j = k_j a_{j+1}..a_i runs down the rows, kept in R [4][KP] from block to block.
+INL void channel_pairs_of(const scan *s, int c, const keys *key, chunk *w, float *R) {
+	enum { COLS = RB == 8 ? 2 : 1 }; // columns of a block whose sums the registers hold
+	const ptrdiff_t KP = s->KP;
+	float r[16] ALN;
+	for (int j0 = 0; j0 < c; j0 += 4) {
+		vf t[16];
+		UNROLL for (int i = 0; i < 16; i++) t[i] = bc(0);
+		for (ptrdiff_t d = 0; d < KP; d += VW) {
+			const float *k = key->k + j0 * KP + d, *q = key->q + j0 * KP + d, *a = w->a + j0 * KP + d;
+			vf x[4];
+			UNROLL for (int i = 0; i < 4; i++) {
+				const vf ai = LD(a + i * KP), ki = LD(k + i * KP), qi = LD(q + i * KP);
+				UNROLL for (int j = 0; j < i; j++) {
+					x[j] *= ai;
+					t[i * (i - 1) / 2 + j] += ki * x[j];
+				}
+				x[i] = ki;
+				UNROLL for (int j = 0; j <= i; j++) t[6 + i * (i + 1) / 2 + j] += qi * x[j];
+			}
+			UNROLL for (int j = 0; j < 4; j++) ST(R + j * KP + d, x[j]);
+		}
+		sums16(t, r);
+		UNROLL for (int i = 0; i < 4; i++) {
+			UNROLL for (int j = 0; j < i; j++) w->GK[(j0 + i) * C + j0 + j] = r[i * (i - 1) / 2 + j];
+			UNROLL for (int j = 0; j <= i; j++) w->PG[(j0 + i) * C + j0 + j] = s->scale * r[6 + i * (i + 1) / 2 + j];
+		}
+		for (int i0 = j0 + 4; i0 < c; i0 += 4)
+			for (int j = 0; j < 4; j += COLS) {
+				UNROLL for (int i = 0; i < 16; i++) t[i] = bc(0);
+				for (ptrdiff_t d = 0; d < KP; d += VW) {
+					const float *k = key->k + i0 * KP + d, *q = key->q + i0 * KP + d, *a = w->a + i0 * KP + d;
+					vf x[COLS];
+					UNROLL for (int z = 0; z < COLS; z++) x[z] = LD(R + (j + z) * KP + d);
+					UNROLL for (int i = 0; i < 4; i++) {
+						const vf ai = LD(a + i * KP), ki = LD(k + i * KP), qi = LD(q + i * KP);
+						UNROLL for (int z = 0; z < COLS; z++) {
+							x[z] *= ai;
+							t[z * 8 + 2 * i] += ki * x[z];
+							t[z * 8 + 2 * i + 1] += qi * x[z];
+						}
+					}
+					UNROLL for (int z = 0; z < COLS; z++) ST(R + (j + z) * KP + d, x[z]);
+				}
+				UNROLL for (int i = 0; i < 8 * COLS; i += VW) ST(r + i, redall(t + i));
+				for (int z = 0; z < COLS; z++)
+					for (int i = 0; i < 4; i++) {
+						w->GK[(i0 + i) * C + j0 + j + z] = r[z * 8 + 2 * i];
+						w->PG[(i0 + i) * C + j0 + j + z] = s->scale * r[z * 8 + 2 * i + 1];
+					}
+			}
+	}
+}
+NOINL void decay_channels(const scan *s, const keys *k, chunk *w) { decay_channels_of(s, C, k, w); }
+NOINL void channel_pairs(const scan *s, const keys *k, chunk *w, float *R) { channel_pairs_of(s, C, k, w, R); }
+NOINL void decay_channels_fwd(const scan *s, const keys *k, chunk *w) { decay_channels_of(s, FC, k, w); }
+NOINL void channel_pairs_fwd(const scan *s, const keys *k, chunk *w, float *R) { channel_pairs_of(s, FC, k, w, R); }
+
 // ---------------------------------------------------------------- forward
 typedef struct { // rows of fp32 numbers; stream: store past the caches
 	float *p;
@@ -278,17 +392,20 @@ static float lag_state(chunk *c, float lag) {
 	c->mul = next;
 	return c->late ? 1 : next;
 }
-// S' <- mul S' + K^T (d V'). V' stays in registers where there are enough: a fifth fewer loads than row tiles make.
-INL void update_panel(int multiply, const chunk *c, const float *K, ptrdiff_t KP, float *S, float *VN, prefetch *Q) {
+// S' <- mul S' + K^T (d V'), or S <- b_last S + (K d)^T V'. V' stays in registers where there are enough: a fifth fewer loads than row tiles make.
+enum { KEEP, ONE, ROWS }; // factors of the state: none, mul, one for each row, which are the decays of channels
+#define FACTOR(row) (factors == ROWS ? bc(c->eLv[row]) : mul)
+INL void update_panel(int factors, const chunk *c, const float *K, ptrdiff_t KP, float *S, float *VN, prefetch *Q) {
 	const vf mul = bc(c->mul);
 #if RB == 8
 	vf x[FC][NR];
-	UNROLL for (int j = 0; j < FC; j++) UNROLL for (int z = 0; z < NR; z++) x[j][z] = bc(c->fd[j]) * LD(VN + j * PW + z * VW);
+	UNROLL for (int j = 0; j < FC; j++)
+		UNROLL for (int z = 0; z < NR; z++) x[j][z] = factors == ROWS ? (vf)LD(VN + j * PW + z * VW) : bc(c->fd[j]) * LD(VN + j * PW + z * VW);
 	for (ptrdiff_t d = 0; d < KP; d += 4) {
 		vf a[4][NR];
-		if (d % 8 == 0) pf(Q, 1);
+		if (d % 8 == 0) pf(Q, factors == ROWS ? 2 : 1);
 		UNROLL for (int i = 0; i < 4; i++)
-			UNROLL for (int z = 0; z < NR; z++) a[i][z] = multiply ? mul * LD(S + (d + i) * PW + z * VW) : (vf)LD(S + (d + i) * PW + z * VW);
+			UNROLL for (int z = 0; z < NR; z++) a[i][z] = factors == KEEP ? (vf)LD(S + (d + i) * PW + z * VW) : FACTOR(d + i) * LD(S + (d + i) * PW + z * VW);
 		UNROLL for (int j = 0; j < FC; j++)
 			UNROLL for (int i = 0; i < 4; i++) {
 				vf k = bc((K + d + j * KP)[i]);
@@ -297,7 +414,7 @@ INL void update_panel(int multiply, const chunk *c, const float *K, ptrdiff_t KP
 		UNROLL for (int i = 0; i < 4; i++) UNROLL for (int z = 0; z < NR; z++) ST(S + (d + i) * PW + z * VW, a[i][z]);
 	}
 #else
-	for (int j = 0; j < FC; j++)
+	for (int j = 0; j < FC && factors != ROWS; j++)
 		for (int z = 0; z < NR; z++) ST(VN + j * PW + z * VW, bc(c->fd[j]) * LD(VN + j * PW + z * VW));
 	for (int d = 0; d < KP; d += C) {
 #define UPDATE_ROWS(r, m)                                                                                    \
@@ -306,7 +423,7 @@ INL void update_panel(int multiply, const chunk *c, const float *K, ptrdiff_t KP
 		float *Sr = S + (d + r) * PW;                                                                        \
 		pf(Q, 4);                                                                                            \
 		UNROLL for (int i = 0; i < m; i++)                                                                   \
-			UNROLL for (int z = 0; z < NR; z++) a[i][z] = multiply ? mul * LD(Sr + i * PW + z * VW) : (vf)LD(Sr + i * PW + z * VW); \
+			UNROLL for (int z = 0; z < NR; z++) a[i][z] = factors == KEEP ? (vf)LD(Sr + i * PW + z * VW) : FACTOR(d + r + i) * LD(Sr + i * PW + z * VW); \
 		tile(m, a, FC, K + d + r, 1, KP, VN, PW);                                                            \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) ST(Sr + i * PW + z * VW, a[i][z]); \
 	}
@@ -315,18 +432,18 @@ INL void update_panel(int multiply, const chunk *c, const float *K, ptrdiff_t KP
 	}
 #endif
 }
+#undef FACTOR
 // One panel of PW value columns: S [KP][PW] is read by the rows of K and of Q, then updated, while it is in the first cache. The decays are
-// factors of the products' rows, so that the rows as they came are the only other operand.
-INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v, rows e, rows o, const float *be, prefetch *Q) {
+// factors of the products' rows, so that the rows as they came are the only other operand; those of channels are in the operands.
+INL void panel(const scan *s, const chunk *c, int channels, const float *Krows, const float *Qrows, float *S, rows v, rows e, rows o, const float *be, prefetch *Q) {
 	const ptrdiff_t KP = s->KP; // as wide as an address: then it is added in the address and needs no register of its own
-	const float *const K = key->k;
 	float VN[FC * PW] ALN;
 #define ERROR_ROWS(r, m)                                                                                     \
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
-		tile_pf(m, a, KP, K + (r) * KP, KP, S, Q, 4);                                                   \
-		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = LD(v.p + (r + i) * v.ld + z * VW) - bc(c->fk[r + i]) * a[i][z]; \
+		tile_pf(m, a, KP, Krows + (r) * KP, KP, S, Q, 4);                                                    \
+		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = LD(v.p + (r + i) * v.ld + z * VW) - (channels ? a[i][z] : bc(c->fk[r + i]) * a[i][z]); \
 		for (int j = 0; j < r; j++) {                                                                        \
 			vf x[NR];                                                                                        \
 			UNROLL for (int z = 0; z < NR; z++) x[z] = LD(VN + j * PW + z * VW);                             \
@@ -349,8 +466,8 @@ INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v,
 	{                                                                                                        \
 		vf a[RB][NR];                                                                                        \
 		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] = bc(0);             \
-		tile_pf(m, a, KP, key->q + (r) * KP, KP, S, Q, 4);                                                   \
-		UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] *= bc(c->fq[r + i]);  \
+		tile_pf(m, a, KP, Qrows + (r) * KP, KP, S, Q, 4);                                                    \
+		if (!channels) UNROLL for (int i = 0; i < m; i++) UNROLL for (int z = 0; z < NR; z++) a[i][z] *= bc(c->fq[r + i]); \
 		for (int j = 0; j < r; j++) tile_step(m, a, c->PG + (r) * C + j, C, VN + j * PW);                    \
 		UNROLL for (int j = 0; j < m; j++) {                                                                 \
 			vf x[NR];                                                                                        \
@@ -367,12 +484,18 @@ INL void panel(const scan *s, const chunk *c, const keys *key, float *S, rows v,
 		ROWS_FC(OUTPUT_ROWS)
 	}
 #undef OUTPUT_ROWS
-	if (c->late) update_panel(1, c, K, KP, S, VN, Q);
-	else update_panel(0, c, K, KP, S, VN, Q);
+	if (channels) update_panel(ROWS, c, c->KD, KP, S, VN, Q);
+	else if (c->late) update_panel(ONE, c, Krows, KP, S, VN, Q);
+	else update_panel(KEEP, c, Krows, KP, S, VN, Q);
 }
 INL rows shift(rows r, ptrdiff_t n) { return r.p += r.p ? n : 0, r; }
 NOINL void panels(const scan *s, const chunk *c, const keys *key, float *S, rows v, rows e, rows o, prefetch *Q) {
-	for (int j = 0; j < s->VP; j += PW) panel(s, c, key, S + (ptrdiff_t)j * s->KP, shift(v, j), shift(e, j), shift(o, j), c->be + (s->perv ? j : 0), Q);
+	for (int j = 0; j < s->VP; j += PW)
+		panel(s, c, 0, key->k, key->q, S + (ptrdiff_t)j * s->KP, shift(v, j), shift(e, j), shift(o, j), c->be + (s->perv ? j : 0), Q);
+}
+NOINL void channel_panels(const scan *s, const chunk *c, float *S, rows v, rows e, rows o, prefetch *Q) {
+	for (int j = 0; j < s->VP; j += PW)
+		panel(s, c, 1, c->X + FC * s->KP, c->X, S + (ptrdiff_t)j * s->KP, shift(v, j), shift(e, j), shift(o, j), c->be + (s->perv ? j : 0), Q);
 }
 // The caller's rows themselves, where the panels can use them; else scratch
 static rows rows_or(const scan *s, view v, int n, float *scratch) {
@@ -392,13 +515,16 @@ static void state_in(const scan *s, const gdnk_tensor *t, int64_t n, int64_t hv,
 		rows_in(S + j * s->KP, PW, v, s->K, s->KP, s->V - j < 0 ? 0 : s->V - j < PW ? s->V - j : PW);
 	}
 }
-static void state_out(const scan *s, const gdnk_tensor *t, int64_t n, int64_t hv, const float *S) {
-	if (!t->dtype) return;
-	for (int j = 0; j < s->V; j += PW) {
-		view v = state_view(t, n, hv, s->v_first);
-		v.p += j * v.col * size_of(v.type);
-		rows_out(S + j * s->KP, PW, v, s->K, s->V - j < PW ? s->V - j : PW, 0);
-	}
+static void state_out(const scan *s, view v, const float *S) {
+	for (int j = 0; j < s->V; j += PW, v.p += PW * v.col * size_of(v.type)) rows_out(S + j * s->KP, PW, v, s->K, s->V - j < PW ? s->V - j : PW, 0);
+}
+// Where h keeps the state before token t: [B NT HV K V]
+static view kept_view(const scan *s, const sequence *q, int64_t n, int64_t t, int64_t hv) {
+	gdnk_tensor at = s->h;
+	at.data += (q->b * at.stride[0] + ((s->first ? s->first[n] : 0) + t / SEG) * at.stride[1]) * size_of(at.dtype);
+	at.stride[0] = 0;
+	memmove(at.stride + 1, at.stride + 2, 3 * sizeof *at.stride);
+	return state_view(&at, 0, hv, s->v_first);
 }
 
 // Scratch of a thread. take() counts when base is NULL.
@@ -410,25 +536,36 @@ typedef struct {
 	float *lag;              // forward: of each state
 	float *ST;               // backward: S^T at the entry of each chunk of a segment
 	float *dqk;              // backward: dk, dq rows of a segment, summed over the value heads
+	float *R;                // channels: rows of k on their way down the chunk
 	float *G, *KDT, *rows, *xy, *dv, *db;
-	double (*sums)[2]; // of dA_log and ddt_bias, a value head
+	float *dg;               // backward, channels: [C][KP]
+	double *sums;            // of dA_log and ddt_bias, 1 + biases a value head
 } scratch;
 static float *take(char **p, int64_t n) {
 	float *r = (float *)*p;
 	*p += (n * 4 + 127 + 64) / 128 * 128 + 64; // an odd number of lines: arrays of a power of two must not share cache sets
 	return r;
 }
-static int64_t chunk_scratch(const scan *s, chunk *c, char *p) {
+// n tokens; rows: their decayed rows are wanted
+static int64_t chunk_scratch(const scan *s, int n, int rows, int raw, chunk *c, char *p) {
 	char *p0 = p;
 	c->ldbe = s->perv ? s->VP : PW;
-	c->be = take(&p, C * c->ldbe);
+	c->be = take(&p, n * c->ldbe);
+	if (rows) {
+		c->eLv = take(&p, s->KP);
+		c->X = take(&p, 2 * n * s->KP);
+		c->KD = take(&p, n * s->KP);
+	}
+	if (s->channels) c->a = take(&p, n * s->KP);
+	c->raw = raw && s->channels && s->gate ? take(&p, n * s->KP) : NULL;
 	return p - p0;
 }
 static int64_t fwd_scratch(const scan *s, scratch *w, char *p) {
 	char *p0 = p;
 	w->key.k = take(&p, FC * s->KP);
 	w->key.q = take(&p, FC * s->KP);
-	p += chunk_scratch(s, &w->c[0], p);
+	p += chunk_scratch(s, FC, s->channels, 0, &w->c[0], p);
+	w->R = take(&p, 4 * s->KP);
 	w->v = take(&p, FC * s->VP);
 	w->e = take(&p, FC * s->VP);
 	w->o = take(&p, FC * s->VP);
@@ -460,9 +597,11 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 	// Segment after segment, all heads of the unit in each: their rows lie side by side, so that pages are used several times.
 	for (int64_t t0 = 0; t0 < q.len; t0 += SEG)
 		for (int64_t h = h0; h < h1; h++) {
-			if (s->states && t0)
-				for (int64_t hv = h * s->G; hv < (h + 1) * s->G; hv++)
-					copy_state(s->states + (hv * s->nstates + q.seg + t0 / SEG - 1) * KV, w.S + (hv - h0 * s->G) * KV, w.lag[hv - h0 * s->G], KV);
+			for (int64_t hv = h * s->G; hv < (h + 1) * s->G; hv++) {
+				float *S = w.S + (hv - h0 * s->G) * KV;
+				if (s->states && t0) copy_state(s->states + (hv * s->nstates + q.seg + t0 / SEG - 1) * KV, S, w.lag[hv - h0 * s->G], KV);
+				if (s->h.dtype) state_out(s, kept_view(s, &q, n, t0, hv), S); // only with channels, where nothing lags
+			}
 			for (int64_t t = t0; t < t0 + SEG && t < q.len; t += FC) {
 				const int m = q.len - t < FC ? q.len - t : FC;
 				load_keys(s, FC, &w.key, &q, t, m, h);
@@ -475,19 +614,29 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 					const int rows = q.len - tn < FC ? q.len - tn : FC;
 					pf_rows(&Q, token_view(&s->k, q.b, q.t0 + tn, hn), rows, s->K);
 					pf_rows(&Q, token_view(&s->q, q.b, q.t0 + tn, hn), rows, s->K);
-					for (int64_t e = 0; e < s->G && e < 8; e++) pf_rows(&Q, token_view(&s->v, q.b, q.t0 + tn, hn * s->G + e), rows, s->V);
+					for (int64_t e = 0; e < s->G && e < 8; e++) {
+						pf_rows(&Q, token_view(&s->v, q.b, q.t0 + tn, hn * s->G + e), rows, s->V);
+						if (s->channels && s->g.dtype) pf_rows(&Q, token_view(&s->g, q.b, q.t0 + tn, hn * s->G + e), rows, s->K);
+					}
 				}
 				for (int64_t hv = h * s->G; hv < (h + 1) * s->G; hv++) {
-					load_gates(s, FC, &c->gt, &q, t, m, hv);
 					load_beta(s, FC, c, &q, t, m, hv);
-					decay_factors(s, FC, &w.key, c);
-					w.lag[hv - h0 * s->G] = lag_state(c, w.lag[hv - h0 * s->G]);
+					if (s->channels) {
+						load_channel_gates(s, FC, c, &q, t, m, hv);
+						decay_channels_fwd(s, &w.key, c);
+						channel_pairs_fwd(s, &w.key, c, w.R);
+					} else {
+						load_gates(s, FC, &c->gt, &q, t, m, hv);
+						decay_factors(s, FC, &w.key, c);
+						w.lag[hv - h0 * s->G] = lag_state(c, w.lag[hv - h0 * s->G]);
+					}
 					const view vv = token_view(&s->v, q.b, q.t0 + t, hv), ov = token_view(&s->o, q.b, q.t0 + t, hv);
 					const rows v = rows_or(s, vv, m, w.v), o = s->o.dtype ? rows_or(s, ov, m, w.o) : (rows){0};
 					float *tape = s->errors ? s->errors + (hv * BT + q.row + t) * s->VP : NULL;
 					const rows e = {m == FC ? tape : w.e, s->VP, tape && m == FC && !((uintptr_t)tape & 63)};
 					if (v.p == w.v) rows_in(w.v, s->VP, vv, m, FC, s->V);
-					panels(s, c, &w.key, w.S + (hv - h0 * s->G) * KV, v, e, o, &Q);
+					if (s->channels) channel_panels(s, c, w.S + (hv - h0 * s->G) * KV, v, e, o, &Q);
+					else panels(s, c, &w.key, w.S + (hv - h0 * s->G) * KV, v, e, o, &Q);
 					if (o.p == w.o) rows_out(w.o, s->VP, ov, m, s->V, s->stream);
 					if (tape && m < FC) memcpy(tape, w.e, sizeof *tape * m * s->VP);
 				}
@@ -495,7 +644,7 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 		}
 	for (int64_t i = 0; i < (h1 - h0) * s->G && s->ht.dtype; i++) {
 		for (int64_t d = 0; d < KV; d += VW) ST(w.S + i * KV + d, w.lag[i] * LD(w.S + i * KV + d));
-		state_out(s, &s->ht, n, h0 * s->G + i, w.S + i * KV);
+		state_out(s, state_view(&s->ht, n, h0 * s->G + i, s->v_first), w.S + i * KV);
 	}
 	stream_fence();
 	restore_denormals(fp);
@@ -507,10 +656,7 @@ static int64_t bwd_scratch(const scan *s, scratch *w, char *p) {
 	const int64_t KV = (int64_t)s->KP * s->VP;
 	for (int i = 0; i < NCS; i++) {
 		chunk *c = &w->c[i];
-		p += chunk_scratch(s, c, p);
-		c->eLv = take(&p, s->KP);
-		c->X = take(&p, 2 * C * s->KP);
-		c->KD = take(&p, C * s->KP);
+		p += chunk_scratch(s, C, 1, 1, c, p);
 		c->VN = take(&p, C * s->VP);
 	}
 	w->key.k = take(&p, SEG * s->KP);
@@ -526,7 +672,11 @@ static int64_t bwd_scratch(const scan *s, scratch *w, char *p) {
 	w->xy = take(&p, 2 * C * VW);
 	w->dv = take(&p, C * s->VP);
 	w->db = take(&p, C * s->VP);
-	w->sums = (double(*)[2])take(&p, 4 * s->group * s->G);
+	if (s->channels) {
+		w->R = take(&p, 4 * s->KP > C * C / 2 * VW ? 4 * s->KP : C * C / 2 * VW);
+		w->dg = take(&p, C * s->KP);
+	}
+	w->sums = (double *)take(&p, 2 * s->group * s->G * (1 + s->biases));
 	return p - p0;
 }
 // K-first panels [VP/PW][KP][PW] <-> panels of the transpose [KP/PW][VP][PW]
@@ -596,9 +746,121 @@ NOINL void solve_back(const scan *s, chunk *c, scratch *w, const float *D, const
 	if (!s->perv)
 		for (int i = 0; i < C; i += VW) ST(w->db + i, redall(pd + i));
 }
-// The sweep over the key columns: gradients of the rows of q and k, what the gate's gradient needs of them, and D. add: dq, dk hold the
+// The token pairs of VW key channels from p on, which are the lanes: gradients of the rows of q and k, and of the gate. add: dq, dk hold the
 // sums over earlier value heads.
-NOINL void sweep(const scan *s, const chunk *c, scratch *w, float *D, const float *S, const keys *R, const float *M, const float *W, float *dk, float *dq, int add, vf *sd, prefetch *Q) {
+typedef struct {
+	const float *M, *W; // [C][C] what multiplies rows of k in dq; in dk. channels: s dP, F
+	float *dk, *dq;
+	int add;
+} pairs;
+NOINL void pair_rows(const scan *s, const chunk *c, scratch *w, const keys *R, const pairs *x, const float *rows, ptrdiff_t p) {
+	const ptrdiff_t KP = s->KP;
+	const float *k = R->k + p, *q = R->q + p, *M = x->M, *W = x->W;
+	float *dk = x->dk + p, *dq = x->dq + p;
+	vf t[C];
+	for (int i = 0; i < C; i++) {
+		vf Sq = LD(rows + i * PW), Sk = LD(rows + (C + i) * PW), y = LD(rows + (2 * C + i) * PW);
+		vf x = LD(c->X + i * KP + p) * Sq + LD(c->X + (C + i) * KP + p) * Sk;
+		ST(w->xy + i * VW, LD(w->xy + i * VW) + x);
+		ST(w->xy + (C + i) * VW, LD(w->xy + (C + i) * VW) + LD(c->KD + i * KP + p) * y);
+	}
+	UNROLL for (int i = 0; i < C; i++) t[i] = LD(rows + i * PW) * (c->gt.eb[i] * s->scale);
+	UNROLL for (int j = 0; j < C; j++) {
+		vf x = LD(k + j * KP);
+		UNROLL for (int i = j; i < C; i++) t[i] += bc(M[i * C + j]) * x;
+		BARRIER;
+	}
+	for (int i = 0; i < C; i++) ST(dq + i * KP, t[i] + (x->add ? (vf)LD(dq + i * KP) : bc(0)));
+	UNROLL for (int i = 0; i < C; i++) t[i] = LD(rows + (C + i) * PW) * c->gt.eb[i] + LD(rows + (2 * C + i) * PW) * c->gt.ed[i];
+	UNROLL for (int j = 0; j < C; j++) {
+		vf x = LD(k + j * KP), y = LD(q + j * KP);
+		UNROLL for (int i = 0; i < C; i++) {
+			if (i != j) t[i] += bc(W[i * C + j]) * x;
+			if (i <= j) t[i] += bc(M[j * C + i]) * y;
+		}
+		BARRIER;
+	}
+	for (int i = 0; i < C; i++) ST(dk + i * KP, t[i] + (x->add ? (vf)LD(dk + i * KP) : bc(0)));
+}
+// Where decays go by channels: down the rows and up again, BJ columns of pairs at a time. r of each pair stays in w->R, x and the first part
+// of dk of each token in w->xy.
+enum { BJ = RB == 8 ? C : C / 2 };
+INL vf *pair_at(scratch *w, int i, int j) { return (vf *)w->R + i * (i - 1) / 2 + j; }
+NOINL void rows_down(const scan *s, const chunk *c, scratch *w, const keys *key, const pairs *x, const float *rows, ptrdiff_t p) {
+	const ptrdiff_t KP = s->KP;
+	const float *k = key->k + p, *a = c->a + p, *P = x->M, *F = x->W;
+	float *dq = x->dq + p;
+	vf bk = bc(1), bq = bc(s->scale);
+	UNROLL for (int j0 = 0; j0 < C; j0 += BJ) {
+		vf r[BJ];
+		UNROLL for (int i = j0; i < C; i++) {
+			const vf ai = LD(a + i * KP);
+			vf q0, q1 = bc(0), k0, k1 = bc(0);
+			if (j0 == 0) {
+				const vf Sq = LD(rows + i * PW), Sk = LD(rows + (C + i) * PW);
+				bk *= ai, bq *= ai;
+				q0 = bq * Sq, k0 = bk * Sk;
+				if (x->add) q0 += LD(dq + i * KP);
+				ST(w->xy + i * VW, LD(c->X + i * KP + p) * Sq + LD(c->X + (C + i) * KP + p) * Sk);
+			} else q0 = LD(dq + i * KP), k0 = LD(w->xy + (C + i) * VW);
+			UNROLL for (int j = 0; j < BJ; j++) {
+				if (j0 + j >= i) continue;
+				r[j] *= ai;
+				*pair_at(w, i, j0 + j) = r[j];
+				if (j & 1) q1 += bc(P[i * C + j0 + j]) * r[j], k1 += bc(F[i * C + j0 + j]) * r[j];
+				else q0 += bc(P[i * C + j0 + j]) * r[j], k0 += bc(F[i * C + j0 + j]) * r[j];
+			}
+			if (i < j0 + BJ) {
+				r[i - j0] = LD(k + i * KP);
+				q0 += bc(P[i * C + i]) * r[i - j0];
+			}
+			ST(dq + i * KP, q0 + q1);
+			ST(w->xy + (C + i) * VW, k0 + k1);
+			BARRIER;
+		}
+	}
+}
+// z: b_last <S, D>
+NOINL void rows_up(const scan *s, const chunk *c, scratch *w, const keys *key, const pairs *x, const float *rows, ptrdiff_t p, vf z) {
+	const ptrdiff_t KP = s->KP;
+	const float *k = key->k + p, *q = key->q + p, *a = c->a + p, *P = x->M, *F = x->W;
+	float *dk = x->dk + p, *dg = w->dg + p;
+	UNROLL for (int j0 = 0; j0 < C; j0 += BJ) {
+		vf h[BJ], next = bc(0);
+		UNROLL for (int i = C - 1; i >= j0; i--) {
+			const vf qi = LD(q + i * KP), ki = LD(k + i * KP);
+			vf g0 = j0 == 0 ? bc(0) : (vf)LD(dg + i * KP), g1 = bc(0);
+			UNROLL for (int j = 0; j < BJ; j++) {
+				if (j0 + j > i) continue;
+				vf u = bc(P[i * C + j0 + j]) * qi;
+				if (j0 + j < i) u += bc(F[i * C + j0 + j]) * ki;
+				h[j] = i < C - 1 ? h[j] * next + u : u;
+				if (j0 + j < i) {
+					if (j & 1) g1 += h[j] * *pair_at(w, i, j0 + j);
+					else g0 += h[j] * *pair_at(w, i, j0 + j);
+				}
+			}
+			next = LD(a + i * KP);
+			ST(dg + i * KP, g0 + g1);
+			if (i < j0 + BJ) ST(w->xy + (C + i) * VW, LD(w->xy + (C + i) * VW) + h[i - j0]);
+			BARRIER;
+		}
+	}
+	vf sum = bc(0), d = bc(1);
+	for (int i = C - 1; i >= 0; i--) {
+		const vf y = LD(rows + (2 * C + i) * PW);
+		ST(dk + i * KP, LD(w->xy + (C + i) * VW) + d * y + (x->add ? (vf)LD(dk + i * KP) : bc(0)));
+		d *= LD(a + i * KP);
+		sum += LD(w->xy + i * VW);
+		ST(dg + i * KP, LD(dg + i * KP) + sum);
+	}
+	for (int i = 0; i < C; i++) {
+		ST(dg + i * KP, LD(dg + i * KP) + z);
+		z += LD(c->KD + i * KP + p) * LD(rows + (2 * C + i) * PW);
+	}
+}
+// The sweep over the key columns: D, what token pairs need of the large products, and the pairs.
+NOINL void sweep(const scan *s, const chunk *c, scratch *w, float *D, const float *S, const keys *R, const pairs *x, vf *sd, prefetch *Q) {
 	const int KP = s->KP, VP = s->VP;
 	float *G = w->G, *rows = w->rows;
 	for (int p = 0; p < KP; p += PW) {
@@ -646,34 +908,15 @@ NOINL void sweep(const scan *s, const chunk *c, scratch *w, float *D, const floa
 			ROWS16(ROWS)
 #undef ROWS
 		}
-		for (int z = 0; z < PW; z += VW) *sd += LD(sum + z) * LD(c->eLv + p + z);
-		// Token pairs, lanes are key channels
 		for (int z = 0; z < PW; z += VW) {
-			const float *k = R->k + p + z, *q = R->q + p + z;
-			vf t[C];
-			for (int i = 0; i < C; i++) {
-				vf Sq = LD(rows + i * PW + z), Sk = LD(rows + (C + i) * PW + z), y = LD(rows + (2 * C + i) * PW + z);
-				vf x = LD(c->X + i * KP + p + z) * Sq + LD(c->X + (C + i) * KP + p + z) * Sk;
-				ST(w->xy + i * VW, LD(w->xy + i * VW) + x);
-				ST(w->xy + (C + i) * VW, LD(w->xy + (C + i) * VW) + LD(c->KD + i * KP + p + z) * y);
+			const vf decayed = LD(sum + z) * LD(c->eLv + p + z);
+			if (s->channels) {
+				rows_down(s, c, w, R, x, rows + z, p + z);
+				rows_up(s, c, w, R, x, rows + z, p + z, decayed);
+			} else {
+				*sd += decayed;
+				pair_rows(s, c, w, R, x, rows + z, p + z);
 			}
-			UNROLL for (int i = 0; i < C; i++) t[i] = LD(rows + i * PW + z) * (c->gt.eb[i] * s->scale);
-			UNROLL for (int j = 0; j < C; j++) {
-				vf x = LD(k + j * KP);
-				UNROLL for (int i = j; i < C; i++) t[i] += bc(M[i * C + j]) * x;
-				BARRIER;
-			}
-			for (int i = 0; i < C; i++) ST(dq + i * KP + p + z, t[i] + (add ? (vf)LD(dq + i * KP + p + z) : bc(0)));
-			UNROLL for (int i = 0; i < C; i++) t[i] = LD(rows + (C + i) * PW + z) * c->gt.eb[i] + LD(rows + (2 * C + i) * PW + z) * c->gt.ed[i];
-			UNROLL for (int j = 0; j < C; j++) {
-				vf x = LD(k + j * KP), y = LD(q + j * KP);
-				UNROLL for (int i = 0; i < C; i++) {
-					if (i != j) t[i] += bc(W[i * C + j]) * x;
-					if (i <= j) t[i] += bc(M[j * C + i]) * y;
-				}
-				BARRIER;
-			}
-			for (int i = 0; i < C; i++) ST(dk + i * KP + p + z, t[i] + (add ? (vf)LD(dk + i * KP + p + z) : bc(0)));
 		}
 	}
 }
@@ -698,6 +941,21 @@ static void gate_gradient(const float *X, const float *x, const float *y, float 
 		sy += y[t];
 	}
 }
+static void channel_gate_gradient(const scan *s, const chunk *c, scratch *w, const sequence *q, int64_t t, int64_t hv, double *sums) {
+	const int KP = s->KP, n = c->gt.n;
+	if (s->gate)
+		for (int d = 0; d < KP; d += VW) {
+			vf sA = bc(0), sx = bc(0);
+			for (int i = 0; i < n; i++) {
+				vf dx, dA;
+				gate_bwd_f32(LD(c->raw + i * KP + d), c->gt.amp, s->lower, LD(w->dg + i * KP + d), &dx, &dA);
+				ST(w->dg + i * KP + d, dx);
+				sA += dA, sx += dx;
+			}
+			for (int j = 0; j < VW && d + j < s->K; j++) sums[0] += sA[j], sums[1 + d + j] += sx[j];
+		}
+	if (s->dg.dtype) rows_out(w->dg, KP, token_view(&s->dg, q->b, q->t0 + t, hv), n, s->K, s->stream);
+}
 // One chunk of one value head: D^T behind it becomes D^T before it
 static void bwd_chunk(const scan *s, chunk *c, scratch *w, const sequence *q, int64_t t, int64_t hv, float *D, const float *S, const keys *R, const float *e,
 	float *dk, float *dq, int add, double *sums, prefetch *Q) {
@@ -707,38 +965,44 @@ static void bwd_chunk(const scan *s, chunk *c, scratch *w, const sequence *q, in
 	solve_back(s, c, w, D, e, Q);
 	rows_out(w->dv, VP, token_view(&s->dv, q->b, q->t0 + t, hv), n, s->V, s->stream);
 
-	float F[C * C] ALN, dP[C * C] ALN, M[C * C] ALN, W[C * C] ALN, Wt[C * C] ALN, X[C * C] ALN;
+	float F[C * C] ALN, dP[C * C] ALN;
 	dots(C, w->G + C * VP, w->G, c->VN, VP, F, dP);
-	GAM_ROWS(C, &c->gt, {
-		const int o = i * C + z * VW;
-		const vf f = sel(j < i, LD(F + o), bc(0)), p = sel(j <= i, LD(dP + o), bc(0));
-		ST(M + o, p * gam * s->scale);
-		ST(W + o, f * gam);
-		ST(X + o, f * LD(c->GK + o) + sel(j < i, p * LD(c->PG + o), bc(0)));
-	})
-	transpose_block(W, C, Wt, C, C, C);
-	for (int i = 0; i < C * C; i += VW) ST(W + i, LD(W + i) + LD(Wt + i));
-
-	vf sd = bc(0);
-	memset(w->xy, 0, sizeof(float) * 2 * C * VW);
-	sweep(s, c, w, D, S, R, M, W, dk, dq, add, &sd, Q);
-
-	if (s->dg.dtype || s->sums) {
-		float xy[2 * C] ALN, dg[C], z = 0;
-		for (int i = 0; i < 2 * C; i += VW) {
-			vf r[VW];
-			UNROLL for (int j = 0; j < VW; j++) r[j] = LD(w->xy + (i + j) * VW);
-			ST(xy + i, redall(r));
-		}
-		for (int i = 0; i < VW; i++) z += sd[i];
-		gate_gradient(X, xy, xy + C, z, dg);
-		if (s->gate) {
-			for (int i = 0; i < n; i++) {
-				gate_bwd(c->gt.graw[i], c->gt.amp, c->gt.g[i], dg[i], &dg[i], &sums[0]);
-				sums[1] += dg[i];
+	if (s->channels) {
+		for (int i = 0; i < C * C; i += VW) ST(dP + i, LD(dP + i) * s->scale);
+		sweep(s, c, w, D, S, R, &(pairs){dP, F, dk, dq, add}, NULL, Q);
+		channel_gate_gradient(s, c, w, q, t, hv, sums);
+	} else {
+		float M[C * C] ALN, W[C * C] ALN, Wt[C * C] ALN, X[C * C] ALN;
+		GAM_ROWS(C, &c->gt, {
+			const int o = i * C + z * VW;
+			const vf f = sel(j < i, LD(F + o), bc(0)), p = sel(j <= i, LD(dP + o), bc(0));
+			ST(M + o, p * gam * s->scale);
+			ST(W + o, f * gam);
+			ST(X + o, f * LD(c->GK + o) + sel(j < i, p * LD(c->PG + o), bc(0)));
+		})
+		transpose_block(W, C, Wt, C, C, C);
+		for (int i = 0; i < C * C; i += VW) ST(W + i, LD(W + i) + LD(Wt + i));
+		vf sd = bc(0);
+		memset(w->xy, 0, sizeof(float) * 2 * C * VW);
+		sweep(s, c, w, D, S, R, &(pairs){M, W, dk, dq, add}, &sd, Q);
+		if (s->dg.dtype || s->sums) {
+			float xy[2 * C] ALN, dg[C] ALN, z = 0;
+			for (int i = 0; i < 2 * C; i += VW) {
+				vf r[VW];
+				UNROLL for (int j = 0; j < VW; j++) r[j] = LD(w->xy + (i + j) * VW);
+				ST(xy + i, redall(r));
 			}
+			for (int i = 0; i < VW; i++) z += sd[i];
+			gate_gradient(X, xy, xy + C, z, dg);
+			if (s->gate)
+				for (int i = 0; i < C; i += VW) {
+					vf dx, dA;
+					gate_bwd_f32(LD(c->gt.raw + i), c->gt.amp, s->lower, LD(dg + i), &dx, &dA);
+					ST(dg + i, dx);
+					for (int j = 0; j < VW && i + j < n; j++) sums[0] += dA[j], sums[1] += dx[j];
+				}
+			if (s->dg.dtype) column_out(dg, token_view(&s->dg, q->b, q->t0 + t, hv), n);
 		}
-		if (s->dg.dtype) column_out(dg, token_view(&s->dg, q->b, q->t0 + t, hv), n);
 	}
 	if (s->dbeta.dtype) {
 		view v = token_view(&s->dbeta, q->b, q->t0 + t, hv);
@@ -760,8 +1024,8 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 	const sequence q = sequence_of(s, n);
 	scratch w;
 	bwd_scratch(s, &w, base);
-	double(*sums)[2] = w.sums;
-	memset(sums, 0, sizeof *sums * s->group * s->G);
+	const int nsums = 1 + s->biases;
+	memset(w.sums, 0, sizeof *w.sums * s->group * s->G * nsums);
 	for (int64_t hv = h0 * s->G; hv < h1 * s->G; hv++) {
 		state_in(s, &s->dht, n, hv, w.S);
 		transpose_state(w.S, KP, VP, w.D + (hv - h0 * s->G) * KV);
@@ -788,10 +1052,16 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 					const int m = len - i * C < C ? len - i * C : C;
 					chunk *c = &w.c[i];
 					float *e = w.e + i * C * VP;
-					load_gates(s, C, &c->gt, &q, t0 + i * C, m, hv);
 					load_beta(s, C, c, &q, t0 + i * C, m, hv);
-					decay_factors(s, C, &key[i], c);
-					decay_rows(s, &key[i], c);
+					if (s->channels) {
+						load_channel_gates(s, C, c, &q, t0 + i * C, m, hv);
+						decay_channels(s, &key[i], c);
+						channel_pairs(s, &key[i], c, w.R);
+					} else {
+						load_gates(s, C, &c->gt, &q, t0 + i * C, m, hv);
+						decay_factors(s, C, &key[i], c);
+						decay_rows(s, &key[i], c);
+					}
 					rows_in(e, VP, (view){(char *)(tape_e + i * C * VP), GDNK_F32, VP, 1}, m, C, VP);
 					for (int j = 0; j < C; j++)
 						for (int d = 0; d < VP; d += VW) ST(c->VN + j * VP + d, LD(e + j * VP + d) * LD(c->be + j * c->ldbe + (s->perv ? d : 0)));
@@ -808,11 +1078,12 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 						const int64_t u = tn + i * C;
 						pf_rows(&Q, token_view(&s->q, q.b, q.t0 + u, hn / s->G), C, s->K);
 						pf_rows(&Q, token_view(&s->k, q.b, q.t0 + u, hn / s->G), C, s->K);
+						if (s->channels && s->g.dtype) pf_rows(&Q, token_view(&s->g, q.b, q.t0 + u, hn), C, s->K);
 						pf_rows(&Q, (view){(char *)(s->errors + (hn * BT + q.row + u) * VP), GDNK_F32, VP, 1}, C, VP);
 						if (tn) pf_rows(&Q, (view){(char *)(s->states + (hn * s->nstates + q.seg + tn / SEG - 1) * KV + i * KV / NCS), GDNK_F32, 128, 1}, (KV / NCS + 127) / 128, 128);
 					}
 					bwd_chunk(s, &w.c[i], &w, &q, t, hv, D, w.ST + i * KV, &key[i], w.e + i * C * VP, w.dqk + i * C * KP, w.dqk + (SEG + i * C) * KP, hv > h * s->G,
-						sums[hv - h0 * s->G], &Q);
+						w.sums + (hv - h0 * s->G) * nsums, &Q);
 				}
 			}
 			for (int i = 0; i < nc; i++) {
@@ -829,9 +1100,9 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 	for (int64_t hv = h0 * s->G; hv < h1 * s->G; hv++) {
 		if (s->dh0.dtype) {
 			transpose_state(w.D + (hv - h0 * s->G) * KV, VP, KP, w.S);
-			state_out(s, &s->dh0, n, hv, w.S);
+			state_out(s, state_view(&s->dh0, n, hv, s->v_first), w.S);
 		}
-		if (s->sums) memcpy(s->sums + (n * s->HV + hv) * 2, sums[hv - h0 * s->G], sizeof sums[0]);
+		if (s->sums) memcpy(s->sums + (n * s->HV + hv) * nsums, w.sums + (hv - h0 * s->G) * nsums, sizeof *w.sums * nsums);
 	}
 	stream_fence();
 	restore_denormals(fp);

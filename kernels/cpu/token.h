@@ -10,11 +10,16 @@ typedef REAL FN(vru) __attribute__((vector_size(sizeof(vf)), aligned(sizeof(REAL
 #define RLD(p) (*(const FN(vru) *)(p))
 #define RST(p, x) (*(FN(vru) *)(p) = (x))
 #define EXP(x) (sizeof(REAL) == 4 ? expf(x) : exp(x))
+// What goes by elements is done for LANES of them: a vector, or one double. The rows' memory goes on to the vector's end.
+typedef LANES FN(lanes) __attribute__((may_alias));
+#define EACH(n) for (int d = 0; d < (n); d += (int)(sizeof(LANES) / sizeof(REAL)))
+#define LANE_OF(x) (*(FN(lanes) *)((x) + d))
 
 typedef struct { // one token of one value head
-	REAL *k, *q, *ak, *dk, *dq, *dgk;               // [K]; ak: decay of each key channel, g included
+	REAL *k, *q, *ak, *gk, *raw, *dk, *dq, *dgk;      // [K]; ak: decay of each key channel, g included; raw: the raw gate with its bias
 	REAL *v, *av, *be, *dout, *e, *acc, *w, *o, *dgv; // [VP]; av: decay of each value channel
-	REAL graw, g, amp, rk, rq;
+	double amp;
+	REAL rk, rq;
 } FN(token);
 
 INL REAL FN(hsum)(FN(vr) x) {
@@ -51,20 +56,26 @@ static void FN(load)(const scan *s, FN(token) *w, const sequence *q, int64_t t, 
 	FN(row_in)(w->v, token_view(&s->v, q->b, tok, hv), V, VP);
 	w->rk = w->rq = 1;
 	if (s->l2norm) w->rk = FN(unit_row)(w->k, K), w->rq = FN(unit_row)(w->q, K);
-	REAL a = 1;
+	const int n = s->biases; // numbers in g: one for all channels, or one each
 	if (s->g.dtype) {
-		w->g = w->graw = ld1(token_view(&s->g, q->b, tok, hv).p, s->g.dtype, 0);
+		FN(row_in)(w->ak, token_view(&s->g, q->b, tok, hv), n, n);
 		if (s->gate) {
-			w->amp = EXP((REAL)ld1((const char *)s->A_log.data, s->A_log.dtype, hv * s->A_log.stride[0]));
-			if (s->dt_bias.dtype) w->graw += ld1((const char *)s->dt_bias.data, s->dt_bias.dtype, hv * s->dt_bias.stride[0]);
-			// A softplus that underflows gives no decay, whatever the amplitude.
-			const REAL sp = w->graw > 30 ? w->graw : sizeof(REAL) == 4 ? log1pf(expf(w->graw)) : log1p(exp(w->graw));
-			w->g = sp == 0 ? 0 : -w->amp * sp;
+			const gdnk_tensor *b = &s->dt_bias;
+			w->amp = amplitude(s, hv);
+			memcpy(w->raw, w->ak, sizeof(REAL) * n);
+			if (b->dtype) {
+				FN(row_in)(w->gk, (view){(char *)b->data + hv * b->stride[0] * size_of(b->dtype), b->dtype, 0, b->stride[1]}, n, n);
+				for (int d = 0; d < n; d++) w->raw[d] += w->gk[d];
+			}
+			EACH(n) LANE_OF(w->ak) = FN(gate)(LANE_OF(w->raw), w->amp, s->lower);
 		}
-		a = EXP(w->g);
+	} else memset(w->ak, 0, sizeof(REAL) * n);
+	EACH(n) LANE_OF(w->ak) = FN(exp)(LANE_OF(w->ak));
+	for (int d = n; d < K; d++) w->ak[d] = w->ak[0];
+	if (s->gk.dtype) {
+		FN(row_in)(w->gk, token_view(&s->gk, q->b, tok, hv), K, K);
+		EACH(K) LANE_OF(w->ak) *= FN(exp)(LANE_OF(w->gk));
 	}
-	if (s->gk.dtype) FN(row_in)(w->ak, token_view(&s->gk, q->b, tok, hv), K, K);
-	for (int d = 0; d < K; d++) w->ak[d] = s->gk.dtype ? a * EXP(w->ak[d]) : a;
 	if (s->gv.dtype) FN(row_in)(w->av, token_view(&s->gv, q->b, tok, hv), V, VP);
 	for (int d = 0; d < VP; d++) w->av[d] = s->gv.dtype ? EXP(w->av[d]) : 1;
 	if (s->perv) FN(row_in)(w->be, token_view(&s->beta, q->b, tok, hv), V, VP);
@@ -73,9 +84,9 @@ static void FN(load)(const scan *s, FN(token) *w, const sequence *q, int64_t t, 
 		for (int d = 0; d < VP; d++) w->be[d] = b;
 	}
 	if (s->beta_sigmoid) {
-		const int n = s->perv ? V : 1;
-		for (int d = 0; d < n; d++) w->be[d] = s->beta_max / (1 + EXP(-w->be[d]));
-		for (int d = n; d < VP; d++) w->be[d] = s->perv ? 0 : w->be[0];
+		const int m = s->perv ? V : 1;
+		for (int d = 0; d < m; d++) w->be[d] = s->beta_max / (1 + EXP(-w->be[d]));
+		for (int d = m; d < VP; d++) w->be[d] = s->perv ? 0 : w->be[0];
 	}
 }
 static REAL FN(dot)(const REAL *a, const REAL *b, int n) {
@@ -173,9 +184,7 @@ static void FN(token_state_in)(const scan *s, const gdnk_tensor *t, int64_t n, i
 	else
 		for (int d = 0; d < K; d++) FN(row_in)(S + (ptrdiff_t)d * VP, at(v, d), V, VP);
 }
-static void FN(token_state_out)(const scan *s, const gdnk_tensor *t, int64_t n, int64_t hv, const REAL *S) {
-	if (!t->dtype) return;
-	view v = state_view(t, n, hv, s->v_first);
+static void FN(token_state_out)(const scan *s, view v, const REAL *S) {
 	if (sizeof(REAL) == 4) rows_out((const float *)S, s->VP, v, s->K, s->V, s->stream);
 	else
 		for (int d = 0; d < s->K; d++) FN(row_out)(S + (ptrdiff_t)d * s->VP, at(v, d), s->V);
@@ -190,8 +199,8 @@ static REAL *FN(take)(char **p, int64_t n) {
 	return r;
 }
 static void FN(token_scratch)(const scan *s, FN(token) *w, char **p) {
-	REAL **k[] = {&w->k, &w->q, &w->ak, &w->dk, &w->dq, &w->dgk}, **v[] = {&w->v, &w->av, &w->be, &w->dout, &w->e, &w->acc, &w->w, &w->o, &w->dgv};
-	for (int i = 0; i < 6; i++) *k[i] = FN(take)(p, s->K);
+	REAL **k[] = {&w->k, &w->q, &w->ak, &w->gk, &w->raw, &w->dk, &w->dq, &w->dgk}, **v[] = {&w->v, &w->av, &w->be, &w->dout, &w->e, &w->acc, &w->w, &w->o, &w->dgv};
+	for (int i = 0; i < 8; i++) *k[i] = FN(take)(p, s->K);
 	for (int i = 0; i < 9; i++) *v[i] = FN(take)(p, s->VP);
 }
 
@@ -218,13 +227,14 @@ static void FN(token_fwd)(void *ctx, int64_t unit, char *base) {
 		P = S;
 	}
 	for (int64_t t = 0; t < q.len; t++, P = S) {
+		if (s->h.dtype && t % SEG == 0) FN(token_state_out)(s, kept_view(s, &q, n, t, hv), P);
 		if (s->states && t && t % SEG == 0)
 			for (int d = 0; d < s->K; d++) memcpy(FN(tape_state)(s, &q, hv, t / SEG) + d * s->V, S + (ptrdiff_t)d * s->VP, sizeof(REAL) * s->V);
 		FN(load)(s, &w, &q, t, hv);
 		FN(step)(s, &w, P, S, 1);
 		if (s->o.dtype) FN(row_out)(w.o, token_view(&s->o, q.b, q.t0 + t, hv), s->V);
 	}
-	if (!place) FN(token_state_out)(s, &s->ht, n, hv, S);
+	if (!place && s->ht.dtype) FN(token_state_out)(s, state_view(&s->ht, n, hv, s->v_first), S);
 	stream_fence();
 	if (sizeof(REAL) == 4) restore_denormals(fp);
 }
@@ -236,7 +246,7 @@ static int64_t FN(token_bwd_scratch)(const scan *s, char *base) {
 	FN(token_scratch)(s, &w, &p);
 	FN(take)(&p, 2 * SEG * s->K);
 	FN(take)(&p, (2 * FN(LEAP) + s->G) * s->K * s->VP);
-	take(&p, 4 * s->G);
+	take(&p, 2 * s->G * (1 + s->biases));
 	return p - base;
 }
 static void FN(token_bwd)(void *ctx, int64_t unit, char *base) {
@@ -251,8 +261,9 @@ static void FN(token_bwd)(void *ctx, int64_t unit, char *base) {
 	REAL *dk = FN(take)(&p, 2 * SEG * K), *dq = dk + SEG * K; // of a segment, summed over the value heads
 	REAL *far = FN(take)(&p, (2 * LEAP + s->G) * KV), *near = far + LEAP * KV, *D = near + LEAP * KV; // states before every LEAPth and every token
 	REAL *wdk = w.dk, *wdq = w.dq;
-	double(*sums)[2] = (double(*)[2])take(&p, 4 * s->G);
-	memset(sums, 0, sizeof *sums * s->G);
+	const int nsums = 1 + s->biases;
+	double *sums = (double *)take(&p, 2 * s->G * nsums);
+	memset(sums, 0, sizeof *sums * s->G * nsums);
 	for (int64_t e = 0; e < s->G; e++) FN(token_state_in)(s, &s->dht, n, h * s->G + e, D + e * KV);
 	for (int64_t t0 = (q.len - 1) / SEG * SEG; t0 >= 0 && q.len; t0 -= SEG) {
 		const int len = q.len - t0 < SEG ? q.len - t0 : SEG;
@@ -294,13 +305,16 @@ static void FN(token_bwd)(void *ctx, int64_t unit, char *base) {
 					FN(row_out)(w.w, token_view(&s->dv, q.b, tok, hv), V);
 					if (s->dgk.dtype) FN(row_out)(w.dgk, token_view(&s->dgk, q.b, tok, hv), K);
 					if (s->dgv.dtype) FN(row_out)(w.dgv, token_view(&s->dgv, q.b, tok, hv), V);
-					if (s->gate) { // where dg is 0 so are both gradients: amplitude and g may be infinite there
-						double *sum = sums[hv - h * s->G];
-						sum[0] += dg == 0 ? 0 : (double)dg * w.g;
-						dg = dg == 0 ? 0 : -w.amp / (1 + EXP(-w.graw)) * dg;
-						sum[1] += dg;
+					if (s->dg.dtype || s->gate) {
+						const int biases = s->biases;
+						if (!s->channels) w.dgk[0] = dg;
+						if (s->gate) {
+							double *sum = sums + (hv - h * s->G) * nsums;
+							EACH(biases) FN(gate_bwd)(LANE_OF(w.raw), w.amp, s->lower, LANE_OF(w.dgk), &LANE_OF(w.dgk), &LANE_OF(w.gk));
+							for (int d = 0; d < biases; d++) sum[0] += w.gk[d], sum[1 + d] += w.dgk[d];
+						}
+						if (s->dg.dtype) FN(row_out)(w.dgk, token_view(&s->dg, q.b, tok, hv), biases);
 					}
-					if (s->dg.dtype) st1(token_view(&s->dg, q.b, tok, hv).p, s->dg.dtype, 0, dg);
 					if (s->dbeta.dtype) {
 						REAL sum = 0;
 						for (int v = 0; v < V; v++) {
@@ -323,8 +337,8 @@ static void FN(token_bwd)(void *ctx, int64_t unit, char *base) {
 	}
 	for (int64_t e = 0; e < s->G; e++) {
 		const int64_t hv = h * s->G + e;
-		FN(token_state_out)(s, &s->dh0, n, hv, D + e * KV);
-		if (s->sums) memcpy(s->sums + (n * s->HV + hv) * 2, sums[e], sizeof sums[0]);
+		if (s->dh0.dtype) FN(token_state_out)(s, state_view(&s->dh0, n, hv, s->v_first), D + e * KV);
+		if (s->sums) memcpy(s->sums + (n * s->HV + hv) * nsums, sums + e * nsums, sizeof *sums * nsums);
 	}
 	stream_fence();
 	if (sizeof(REAL) == 4) restore_denormals(fp);
@@ -338,6 +352,8 @@ static int FN(token_run)(scan *s, int backward) {
 	return gdnk_parallel(s->N * s->HV, p - (char *)NULL, FN(token_fwd), s);
 }
 #undef VR
+#undef EACH
+#undef LANE_OF
 #undef RLD
 #undef RST
 #undef EXP

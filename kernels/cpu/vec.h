@@ -1,5 +1,6 @@
 // Vectors, and what the kernels need of them, for the instruction set of the including file. It defines VW, the floats in a vector
 // (16, 8 or 4), and RB, the rows of a register tile; the tile is RB rows by NR vectors, its accumulators fill the FMA pipes' latency.
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
@@ -83,6 +84,29 @@ INL vf vexp(vf x) {
 	p = p * r * r + r + 1.f;
 	vf y = sel(x < -87.f, bc(0), (vf)((ni << 23) + (vi)p));
 	return sel(x == x, y, x);
+}
+
+INL vf vabs(vf x) { return (vf)((vi)x & 0x7fffffff); }
+// log(1 + y) for y in [0, 1]: Cephes' logarithm of the rounded sum, and what the rounding lost.
+INL vf vlog1p(vf y) {
+	const vf u = 1.f + y, lost = (y - (u - 1.f)) / u;
+	const vi upper = u > 1.41421356f;
+	const vf x = sel(upper, u * 0.5f, u) - 1.f, e = sel(upper, bc(1), bc(0)), z = x * x;
+	vf p = x * 7.0376836292e-2f - 1.1514610310e-1f;
+	p = p * x + 1.1676998740e-1f;
+	p = p * x - 1.2420140846e-1f;
+	p = p * x + 1.4249322787e-1f;
+	p = p * x - 1.6668057665e-1f;
+	p = p * x + 2.0000714765e-1f;
+	p = p * x - 2.4999993993e-1f;
+	p = p * x + 3.3333331174e-1f;
+	p = p * x * z - e * 2.12194440e-4f - 0.5f * z + lost;
+	return x + p + e * 0.693359375f;
+}
+INL vf vsoftplus(vf x) { return sel(x > 0.f, x, bc(0)) + vlog1p(vexp(-vabs(x))); }
+INL vf vsigmoid(vf x) {
+	const vf e = vexp(-vabs(x));
+	return sel(x < 0.f, e, bc(1)) / (1.f + e);
 }
 
 // VW vectors -> the vector of their sums

@@ -1,4 +1,4 @@
-"""Gated DeltaNet for PyTorch and, in ``gdn.array``, for NumPy and every other library that speaks DLPack.
+"""Gated DeltaNet and Kimi Delta Attention for PyTorch and, in ``gdn.array``, for NumPy and every other library that speaks DLPack.
 
 Importing registers the torch operators (``torch.ops.gdn``) where torch is installed, and loads nothing: libgdn.so is loaded by the first
 call that computes. ``python -m gdn.env`` prints what was found.
@@ -9,12 +9,13 @@ import importlib.util
 from ._lib import get_num_threads, set_num_threads
 from ._ops import VERSION as __version__
 
-_TORCH = ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn")
+_TORCH = ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda")
 
 __all__ = [*_TORCH, "get_num_threads", "set_num_threads", "__version__"]
 
 if importlib.util.find_spec("torch") is not None:
     from .delta_rule import chunk_gated_delta_rule, chunk_gdn, fused_recurrent_gated_delta_rule, fused_recurrent_gdn
+    from .kda import chunk_kda, fused_recurrent_kda
 else:
 
     def __getattr__(name):

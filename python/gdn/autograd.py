@@ -15,6 +15,8 @@ PAIRS = {
     "summary_fwd": ("summary_grad", {"dmap": "map"}),
     "summary_merge": ("summary_merge_bwd", {"dout": "out"}),
     "summary_compose": ("summary_compose_bwd", {"dmap": "map"}),
+    "kda_fwd": ("kda_bwd", {"dout": "o", "dht": "final_state"}),
+    "kda_recurrent_fwd": ("kda_recurrent_bwd", {"dout": "o", "dht": "final_state"}),
 }
 
 
@@ -48,8 +50,7 @@ def _differentiable(row, backward_row, upstream):
             ctx.save_for_backward(*arguments[:n_inputs], None if tape is None else made[tape])
             ctx.numbers = arguments[n_inputs:n_inputs + n_numbers]
             ctx.shapes = [m.shape for m in made]
-            if tape is not None:
-                ctx.mark_non_differentiable(made[tape])
+            ctx.mark_non_differentiable(*(m for name, m in zip(results, made) if name not in upstream.values()))
             ctx.set_materialize_grads(False)
             return made if len(made) > 1 else made[0]
 

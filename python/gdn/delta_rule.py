@@ -84,8 +84,9 @@ def chunk_gated_delta_rule(
         raise ValueError(f"chunk_size is {chunk_size}, expected 16, 32 or 64")
     if (cp_context is not None or head_first is not None or transpose_state_layout is not None or backend is not None
             or scale is not None or cu_seqlens is not None or cu_seqlens_cpu is not None or A_log is not None or dt_bias is not None):
-        scale, state_v_first, cu_seqlens, A_log, dt_bias = _settle(
-            q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, cp_context, transpose_state_layout, head_first, backend)
+        scale, state_v_first, cu_seqlens = _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout,
+                                                   head_first, backend)
+        A_log, dt_bias = _flat(A_log), _flat(dt_bias)
     o, final_state, _ = _fwd(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, scale or 0.0, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, output_final_state, False)
@@ -134,8 +135,9 @@ def fused_recurrent_gated_delta_rule(
         raise ValueError(f"chunk_size is {chunk_size}, expected 16, 32 or 64")
     if (cp_context is not None or head_first is not None or transpose_state_layout is not None or backend is not None
             or scale is not None or cu_seqlens is not None or cu_seqlens_cpu is not None or A_log is not None or dt_bias is not None):
-        scale, state_v_first, cu_seqlens, A_log, dt_bias = _settle(
-            q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, cp_context, transpose_state_layout, head_first, backend)
+        scale, state_v_first, cu_seqlens = _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout,
+                                                   head_first, backend)
+        A_log, dt_bias = _flat(A_log), _flat(dt_bias)
     o, final_state, _ = _recurrent_fwd(
         q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, cu_seqlens, scale or 0.0, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, output_final_state, False)
@@ -146,7 +148,11 @@ chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
-def _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, cp_context, transpose_state_layout, head_first, backend):
+def _flat(vector):
+    return vector if vector is None or vector.dim() == 1 else vector.reshape(-1)
+
+
+def _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout, head_first, backend):
     state_v_first = settle(state_v_first, cp_context, transpose_state_layout, head_first, scale)
     if backend is not None and backend != q.device.type:
         raise ValueError(f"backend is {backend!r}, and the tensors are on {q.device}")
@@ -154,8 +160,4 @@ def _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias,
         cu_seqlens = cu_seqlens_cpu
     elif cu_seqlens is not None and cu_seqlens.device.type != "cpu":
         cu_seqlens = cu_seqlens.cpu()
-    if A_log is not None and A_log.dim() != 1:
-        A_log = A_log.reshape(-1)
-    if dt_bias is not None and dt_bias.dim() != 1:
-        dt_bias = dt_bias.reshape(-1)
-    return scale, state_v_first, cu_seqlens, A_log, dt_bias
+    return scale, state_v_first, cu_seqlens
