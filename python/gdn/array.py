@@ -1,8 +1,8 @@
 """The operators for NumPy arrays and all other arrays in CPU memory that have ``__dlpack__``; PyTorch is not needed.
 
-``chunk_gated_delta_rule`` and ``fused_recurrent_gated_delta_rule`` are the functions of ``gdn`` for arrays. Below them every operator
-of the library is a function here, the backward passes among them: ``fwd``, ``bwd``, ``recurrent_fwd``, ``recurrent_bwd``. Such a
-function takes the operator's inputs and numbers as keywords and returns a dict of its outputs.
+``chunk_gated_delta_rule``, ``fused_recurrent_gated_delta_rule``, ``chunk_kda`` and ``fused_recurrent_kda`` are the functions of ``gdn`` for
+arrays. Below them every operator of the library is a function here, the backward passes among them: ``fwd``, ``bwd``, ``kda_fwd``,
+and so on. Such a function takes the operator's inputs and numbers as keywords and returns a dict of its outputs.
 
 Inputs are read where they lie, whatever their strides, and may be read-only. Outputs are new NumPy arrays, or the caller's buffers given as
 ``out``. NumPy has no bfloat16: such arrays have the dtype of the package ml_dtypes, as in JAX, which is needed only where the library has
@@ -13,9 +13,9 @@ import ctypes
 import inspect
 
 from . import _lib, _ops
-from ._keywords import settle
+from ._keywords import settle, settle_gate
 
-__all__ = ["chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"]
+__all__ = ["chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda"]
 
 
 class _DLTensor(ctypes.Structure):
@@ -225,16 +225,16 @@ def _public(name, tensors, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_
     state_v_first = settle(state_v_first, cp_context, transpose_state_layout, head_first, scale)
     if backend not in (None, "cpu"):
         raise ValueError(f"backend is {backend!r}, and the arrays are in CPU memory")
-    for vector in ("A_log", "dt_bias"):
-        if tensors[vector] is not None and len(getattr(tensors[vector], "shape", ())) != 1:
-            tensors[vector] = tensors[vector].reshape(-1)
     tensors["cu_seqlens"] = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     if out is not None and not isinstance(out, tuple):
         out = (out, None)
-    buffers = {label: buffer for label, buffer in zip(("o", "final_state"), out or ()) if buffer is not None}
-    made = _call(name, {**tensors, **numbers, "scale": scale or 0.0, "state_v_first": bool(state_v_first),
+    buffers = {label: buffer for label, buffer in zip(("o", "final_state", "h"), out or ()) if buffer is not None}
+    return _call(name, {**tensors, **numbers, "scale": scale or 0.0, "state_v_first": bool(state_v_first),
                         "output_final_state": output_final_state}, buffers)
-    return made["o"], made.get("final_state")
+
+
+def _flat(vector):
+    return vector.reshape(-1) if vector is not None and len(getattr(vector, "shape", ())) != 1 else vector
 
 
 def chunk_gated_delta_rule(
@@ -249,11 +249,12 @@ def chunk_gated_delta_rule(
     of buffers for (o, final_state), None for one to be made. There are no gradients: ``bwd`` computes them from the tape that ``fwd``
     makes with ``save=True``.
     """
-    tensors = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
+    tensors = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=_flat(A_log), dt_bias=_flat(dt_bias), initial_state=initial_state)
     numbers = dict(qk_l2norm=bool(use_qk_l2norm_in_kernel), gate=bool(use_gate_in_kernel), beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
                    neg_eigval=bool(allow_neg_eigval))
-    return _public("fwd", tensors, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout, head_first,
+    made = _public("fwd", tensors, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout, head_first,
                    backend, chunk_size, output_final_state, numbers, out)
+    return made["o"], made.get("final_state")
 
 
 def fused_recurrent_gated_delta_rule(
@@ -266,11 +267,64 @@ def fused_recurrent_gated_delta_rule(
 
     Arguments, result and errors are those of ``gdn.fused_recurrent_gated_delta_rule``; ``out`` as in ``chunk_gated_delta_rule`` here.
     """
-    tensors = dict(q=q, k=k, v=v, g=g, gk=gk, gv=gv, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
+    tensors = dict(q=q, k=k, v=v, g=g, gk=gk, gv=gv, beta=beta, A_log=_flat(A_log), dt_bias=_flat(dt_bias), initial_state=initial_state)
     numbers = dict(qk_l2norm=bool(use_qk_l2norm_in_kernel), gate=bool(use_gate_in_kernel), beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
                    neg_eigval=bool(allow_neg_eigval))
-    return _public("recurrent_fwd", tensors, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout,
+    made = _public("recurrent_fwd", tensors, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout,
                    head_first, backend, chunk_size, output_final_state, numbers, out)
+    return made["o"], made.get("final_state")
+
+
+def chunk_kda(
+    q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None,
+    disable_recompute=False, return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None,
+    *, A_log=None, dt_bias=None, chunk_size=64, chunk_indices=None, transpose_state_layout=None, head_first=None, backend=None, out=None,
+):
+    """Kimi Delta Attention (arXiv:2510.26692) over whole sequences, for arrays in CPU memory.
+
+    Arguments, result and errors are those of ``gdn.chunk_kda``, but that intermediate states need no mode; ``out`` as in
+    ``chunk_gated_delta_rule`` here, (o, final_state, h) where intermediate states are returned.
+    """
+    if return_intermediate_states and disable_recompute:
+        raise AssertionError("return_intermediate_states and disable_recompute are both set, expected one of them")
+    made = _kda("kda_fwd", q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, state_v_first, cu_seqlens,
+                cu_seqlens_cpu, cp_context, chunk_size, transpose_state_layout, head_first, backend, out, return_intermediate_states)
+    if not return_intermediate_states:
+        return made["o"], made.get("final_state")
+    h, cu = made["h"], cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    if cu is not None:  # the operator has room for as many states as so many sequences can have
+        h = h[:, :sum((int(b) - int(a) + 63) // 64 for a, b in zip(cu[:-1], cu[1:]))]
+    return made["o"], made.get("final_state"), h
+
+
+def fused_recurrent_kda(
+    q, k, v, g=None, beta=None, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, lower_bound=None,
+    state_v_first=False, cu_seqlens=None, *, safe_gate=False, disable_recompute=False, cu_seqlens_cpu=None, chunk_indices=None,
+    chunk_size=64, cp_context=None, transpose_state_layout=None, head_first=None, backend=None, out=None,
+):
+    """Kimi Delta Attention (arXiv:2510.26692) token by token, for arrays in CPU memory.
+
+    Arguments, result and errors are those of ``gdn.fused_recurrent_kda``; ``out`` as in ``chunk_gated_delta_rule`` here.
+    """
+    made = _kda("kda_recurrent_fwd", q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, state_v_first, cu_seqlens,
+                cu_seqlens_cpu, cp_context, chunk_size, transpose_state_layout, head_first, backend, out, False)
+    return made["o"], made.get("final_state")
+
+
+def _kda(name, q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, l2norm, gate, beta_sigmoid, neg_eigval,
+         safe_gate, lower_bound, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, chunk_size, transpose_state_layout, head_first,
+         backend, out, intermediate):
+    A_log, dt_bias, bound = settle_gate(gate, A_log, dt_bias, lower_bound, safe_gate, q, v)
+    tensors = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
+    numbers = dict(qk_l2norm=bool(l2norm), gate=bool(gate), lower_bound=bound, beta_sigmoid=bool(beta_sigmoid), neg_eigval=bool(neg_eigval))
+    if intermediate:
+        numbers["return_intermediate_states"] = True
+    return _public(name, tensors, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout, head_first or None,
+                   backend, chunk_size, output_final_state, numbers, out)
 
 
 chunk_gdn = chunk_gated_delta_rule

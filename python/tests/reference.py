@@ -1,4 +1,4 @@
-"""The token recurrence of Gated DeltaNet in float64, and how results are compared with it.
+"""The token recurrence of Gated DeltaNet and Kimi Delta Attention in float64, and how results are compared with it.
 
     S~ = exp(g) diag(exp(gk)) S diag(exp(gv))      e = v - S~^T k      S = S~ + k (beta e)^T      o = scale S^T q
 
@@ -79,8 +79,10 @@ def l2norm(x):
 
 def delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state=None, use_qk_l2norm_in_kernel=False,
                use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, use_gate_in_kernel=False,
-               A_log=None, dt_bias=None, gk=None, gv=None, recurrence=Recurrence.apply):
-    """o and final_state in float64, for arguments as the public functions take them."""
+               A_log=None, dt_bias=None, gk=None, gv=None, lower_bound=None, safe_gate=False, disable_recompute=False,
+               recurrence=Recurrence.apply):
+    """o and final_state in float64, for arguments as the public functions take them: those of Kimi Delta Attention if g has a gate for each
+    channel."""
     double = [None if x is None else x.double() for x in (q, k, v, g, beta, initial_state, A_log, dt_bias, gk, gv)]
     q, k, v, g, beta, initial_state, A_log, dt_bias, gk, gv = double
     b, t, h, kk = q.shape
@@ -88,7 +90,12 @@ def delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state=None, use_q
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     if use_gate_in_kernel:
-        g = -A_log.reshape(-1).exp() * torch.nn.functional.softplus(g if dt_bias is None else g + dt_bias.reshape(-1), threshold=1e9)
+        amplitude = torch.ones((), dtype=torch.float64) if A_log is None else A_log.reshape(hv, *[1] * (g.dim() - 3)).exp()
+        x = g if dt_bias is None else g + dt_bias.reshape(g.shape[2:])
+        if lower_bound is None:
+            g = -amplitude * torch.nn.functional.softplus(x, threshold=1e9)
+        else:
+            g = lower_bound * torch.sigmoid(amplitude * x)
     if beta is None:
         beta = torch.ones(b, t, hv, dtype=torch.float64)
     if use_beta_sigmoid_in_kernel:
@@ -97,7 +104,7 @@ def delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state=None, use_q
         beta = beta[..., None]
     q = q.repeat_interleave(hv // h, 2) * (kk ** -0.5 if scale is None else scale)
     k = k.repeat_interleave(hv // h, 2)
-    rows = torch.zeros(b, t, hv, 1, dtype=torch.float64) if g is None else g[..., None]
+    rows = torch.zeros(b, t, hv, 1, dtype=torch.float64) if g is None else g if g.dim() == 4 else g[..., None]
     a = (rows if gk is None else rows + gk).exp()
     c = torch.ones(b, t, hv, 1, dtype=torch.float64) if gv is None else gv.exp()
     ends = [[0, t]] if cu_seqlens is None else [list(map(int, pair)) for pair in zip(cu_seqlens[:-1], cu_seqlens[1:])]

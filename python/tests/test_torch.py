@@ -32,32 +32,38 @@ def results(function, x, **options):
 def operands(name, grad, everything=True):
     """Arguments of a torch operator, tensors for all inputs or for the required ones."""
     row = OPS[name].row
-    x = tensors(grad=grad)
+    kda = name.startswith("kda")
+    x = tensors(grad=grad, **({"g": -torch.rand(1, 20, 2, 8)} if kda else {}))
     forward = row["name"].replace("bwd", "fwd")
     given = dict(q=x["q"], k=x["k"], v=x["v"])
     numbers = dict(scale=0.5, qk_l2norm=True)
     if everything:
-        given.update(g=x["g"], beta=x["beta"], initial_state=x["initial_state"], A_log=torch.rand(2), dt_bias=torch.rand(2),
+        given.update(g=x["g"], beta=x["beta"], initial_state=x["initial_state"], A_log=torch.rand(2), dt_bias=torch.rand(2, 8) if kda else torch.rand(2),
                      cu_seqlens=torch.tensor([0, 20]))
-        numbers.update(gate=True, beta_sigmoid=True)
-        if "recurrent" in name:
+        numbers.update(gate=True, beta_sigmoid=True, lower_bound=-5.0)
+        if name in ("recurrent_fwd", "recurrent_bwd"):
             given.update(gk=-torch.rand(1, 20, 2, 8), gv=-torch.rand(1, 20, 2, 6))
     numbers = {n["name"]: numbers.get(n["name"], 0.0 if n["float"] else False) for n in row["numbers"]}
     if forward != name:
         with torch.no_grad():
-            o, ht, tape = library.operator(forward)(*[given.get(t["name"]) for t in library.inputs(OPS[forward].row)], *numbers.values(),
-                                                    True, True)
+            o, ht, tape, *_ = library.operator(forward)(*[given.get(t["name"]) for t in library.inputs(OPS[forward].row)], *numbers.values(),
+                                                        *wishes(forward, True, True))
         given.update(tape=tape, dout=torch.randn_like(o))
         if everything:
             given.update(dht=torch.randn_like(ht))
     return [given.get(t["name"]) for t in library.inputs(row)] + list(numbers.values())
 
 
+def wishes(name, final_state, save):
+    asked = {"output_final_state": final_state, "save": save, "return_intermediate_states": final_state}
+    return [asked[want] for want in library.wants(OPS[name].row)]
+
+
 @pytest.mark.parametrize("everything", [True, False])
 @pytest.mark.parametrize("name", [name for name in TAPED if name.endswith("fwd")])
 def test_opcheck_forward(name, everything):
     for final_state, save, grad in ((True, False, True), (False, True, True), (True, True, False), (False, False, False)):
-        opcheck(library.operator(name), (*operands(name, grad, everything), final_state, save))
+        opcheck(library.operator(name), (*operands(name, grad, everything), *wishes(name, final_state, save)))
 
 
 @pytest.mark.parametrize("everything", [True, False])
