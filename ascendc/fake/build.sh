@@ -48,6 +48,8 @@ build() { # FOLDER CANN FLA SANITIZER-FLAGS
 	for door in libacl_rt libacl_op_compiler; do
 		library "$lib/$door.so" -x c /dev/null -Wl,--no-as-needed $with
 	done
+	library "$lib/libhccl.so" hccl.c $with
+	library "$lib/libhcomm.so" -x c /dev/null -Wl,--no-as-needed $with -lhccl # where group calls are looked up
 	for door in libge_runner libgraph libacl_tdt_channel; do
 		library "$lib/$door.so" -x c /dev/null
 	done
