@@ -859,6 +859,370 @@ static inline int64_t gdn_summary_compose_bwd_VK(int64_t B, int64_t HV, int64_t 
 	return V+K;
 }
 
+// Frame GDN's scan: S <- S W + U and z <- Wz z + uz for each frame.
+typedef struct gdn_frame_fwd_args {
+	uint32_t size;     // sizeof(gdn_frame_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T K K] float. Transition of each frame: S <- S W + U
+	const DLTensor *W;
+	// In: [B T V K] float, float64 exactly if W is. What each frame adds
+	const DLTensor *U;
+	// In, optional: [B T K K] float, float64 exactly if W is. Transition of the denominator: z <- Wz z + uz; NULL:
+	// numerator only
+	const DLTensor *Wz;
+	// In, optional: [B T K] float, float64 exactly if W is. What each frame adds to z; comes with Wz
+	const DLTensor *uz;
+	// In, optional: [B V K] float. State before the scan's first frame; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [B K] float. Z before the scan's first frame; NULL: 0
+	const DLTensor *initial_z;
+	// Out: [B T V K] as W. States
+	DLTensor *S;
+	// Out, optional, only with Wz: [B T K] as W. Z of each frame
+	DLTensor *z;
+	// Out, optional: [B V K] float32, or float64 if W is. State after the scan's last frame
+	DLTensor *final_state;
+	// Out, optional, only with Wz: [B K] float32, or float64 if W is. Z after the scan's last frame
+	DLTensor *final_z;
+	// 0 to 144115188075855872: how many frames at the end of T are padding, which leave the state as it is; what W,
+	// U, Wz and uz hold there is not read. The active length is T - padding
+	int64_t padding;
+	// 0 or 1: from the last frame to the first
+	int64_t reverse;
+	// 0 or 1: S and z of a frame are those before it, 0: after it
+	int64_t exclusive;
+} gdn_frame_fwd_args;
+
+int32_t gdn_frame_fwd(const gdn_frame_fwd_args *args);
+
+// Gradients of gdn_frame_fwd.
+typedef struct gdn_frame_bwd_args {
+	uint32_t size;     // sizeof(gdn_frame_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T K K] float. Transition of each frame: S <- S W + U
+	const DLTensor *W;
+	// In: [B T V K] float. As the forward of the same arguments wrote it
+	const DLTensor *S;
+	// In, optional: [B T V K] float, float64 exactly if W is. As in the forward: where S has 16 bits, the states are
+	// recomputed from it without their rounding
+	const DLTensor *U;
+	// In, optional: [B V K] float. State before the scan's first frame; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [B T K K] float, float64 exactly if W is. Transition of the denominator: z <- Wz z + uz; NULL:
+	// numerator only
+	const DLTensor *Wz;
+	// In, optional: [B T K] float. As the forward wrote it; comes with Wz
+	const DLTensor *z;
+	// In, optional: [B T K] float, float64 exactly if W is. As in the forward, for a z of 16 bits
+	const DLTensor *uz;
+	// In, optional: [B K] float. Z before the scan's first frame; NULL: 0
+	const DLTensor *initial_z;
+	// In, optional: [B T V K] float. Gradient of S; NULL: 0
+	const DLTensor *dS;
+	// In, optional: [B T K] float. Gradient of z; NULL: 0
+	const DLTensor *dz;
+	// In, optional: [B V K] float. Gradient of final_state; NULL: 0
+	const DLTensor *dfinal_state;
+	// In, optional: [B K] float. Gradient of final_z; NULL: 0
+	const DLTensor *dfinal_z;
+	// Out: [B T K K] as W. Gradient of W
+	DLTensor *dW;
+	// Out: [B T V K] as W. Gradient of U
+	DLTensor *dU;
+	// Out, optional, only with Wz: [B T K K] as Wz. Gradient of Wz
+	DLTensor *dWz;
+	// Out, optional, only with Wz: [B T K] as Wz. Gradient of uz
+	DLTensor *duz;
+	// Out, optional, only with initial_state: [B V K] float32, or float64 if W is. Gradient of initial_state
+	DLTensor *dinitial_state;
+	// Out, optional, only with initial_z: [B K] float32, or float64 if W is. Gradient of initial_z
+	DLTensor *dinitial_z;
+	// 0 to 144115188075855872: how many frames at the end of T are padding, which leave the state as it is; what W,
+	// U, Wz and uz hold there is not read. The active length is T - padding
+	int64_t padding;
+	// 0 or 1: from the last frame to the first
+	int64_t reverse;
+	// 0 or 1: S and z of a frame are those before it, 0: after it
+	int64_t exclusive;
+} gdn_frame_bwd_args;
+
+int32_t gdn_frame_bwd(const gdn_frame_bwd_args *args);
+
+// The gradient that gdn_frame_fwd sends to the state before its first frame, of S and z alone: what one part of
+// a sequence owes the parts before it.
+typedef struct gdn_frame_pullback_args {
+	uint32_t size;     // sizeof(gdn_frame_pullback_args)
+	uint32_t reserved; // 0
+	// In: [B T K K] float. Transition of each frame: S <- S W + U
+	const DLTensor *W;
+	// In: [B T V K] float. Gradient of S
+	const DLTensor *dS;
+	// In, optional: [B T K K] float, float64 exactly if W is. Transition of the denominator: z <- Wz z + uz; NULL:
+	// numerator only
+	const DLTensor *Wz;
+	// In, optional: [B T K] float. Gradient of z; NULL: 0
+	const DLTensor *dz;
+	// Out: [B V K] float32, or float64 if W is. Gradient of the state before the first frame
+	DLTensor *dinitial_state;
+	// Out, optional, only with Wz: [B K] float32, or float64 if W is. Gradient of z before the first frame
+	DLTensor *dinitial_z;
+	// 0 to 144115188075855872: how many frames at the end of T are padding, which leave the state as it is; what W,
+	// U, Wz and uz hold there is not read. The active length is T - padding
+	int64_t padding;
+	// 0 or 1: from the last frame to the first
+	int64_t reverse;
+	// 0 or 1: S and z of a frame are those before it, 0: after it
+	int64_t exclusive;
+} gdn_frame_pullback_args;
+
+int32_t gdn_frame_pullback(const gdn_frame_pullback_args *args);
+
+// What all frames together do to a state, S <- S M + h and z <- Mz z + hz: the composite that one part of a
+// sequence tells the others.
+typedef struct gdn_frame_summary_fwd_args {
+	uint32_t size;     // sizeof(gdn_frame_summary_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T K K] float. Transition of each frame: S <- S W + U
+	const DLTensor *W;
+	// In: [B T V K] float, float64 exactly if W is. What each frame adds
+	const DLTensor *U;
+	// In, optional: [B T K K] float, float64 exactly if W is. Transition of the denominator: z <- Wz z + uz; NULL:
+	// numerator only
+	const DLTensor *Wz;
+	// In, optional: [B T K] float, float64 exactly if W is. What each frame adds to z; comes with Wz
+	const DLTensor *uz;
+	// Out: [B V K] float32, or float64 if W is. State after the frames from a state of 0
+	DLTensor *h;
+	// Out, optional: [B K K] float32, or float64 if W is. Product of the W in the scan's order
+	DLTensor *M;
+	// Out, optional, only with Wz: [B K] float32, or float64 if W is. Z after the frames from 0
+	DLTensor *hz;
+	// Out, optional, only with Wz: [B K K] float32, or float64 if W is. Product of the Wz, the scan's first on the
+	// right
+	DLTensor *Mz;
+	// 0 to 144115188075855872: how many frames at the end of T are padding, which leave the state as it is; what W,
+	// U, Wz and uz hold there is not read. The active length is T - padding
+	int64_t padding;
+	// 0 or 1: from the last frame to the first
+	int64_t reverse;
+} gdn_frame_summary_fwd_args;
+
+int32_t gdn_frame_summary_fwd(const gdn_frame_summary_fwd_args *args);
+
+// Gradients of gdn_frame_summary_fwd.
+typedef struct gdn_frame_summary_bwd_args {
+	uint32_t size;     // sizeof(gdn_frame_summary_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T K K] float. Transition of each frame: S <- S W + U
+	const DLTensor *W;
+	// In: [B T V K] float, float64 exactly if W is. What each frame adds
+	const DLTensor *U;
+	// In, optional: [B T K K] float, float64 exactly if W is. Transition of the denominator: z <- Wz z + uz; NULL:
+	// numerator only
+	const DLTensor *Wz;
+	// In, optional: [B T K] float, float64 exactly if W is. What each frame adds to z; comes with Wz
+	const DLTensor *uz;
+	// In: [B V K] float. Gradient of h
+	const DLTensor *dh;
+	// In, optional: [B K K] float. Gradient of M; NULL: 0
+	const DLTensor *dM;
+	// In, optional: [B K] float. Gradient of hz; NULL: 0
+	const DLTensor *dhz;
+	// In, optional: [B K K] float. Gradient of Mz; NULL: 0
+	const DLTensor *dMz;
+	// Out: [B T K K] as W. Gradient of W
+	DLTensor *dW;
+	// Out: [B T V K] as W. Gradient of U
+	DLTensor *dU;
+	// Out, optional, only with Wz: [B T K K] as Wz. Gradient of Wz
+	DLTensor *dWz;
+	// Out, optional, only with Wz: [B T K] as Wz. Gradient of uz
+	DLTensor *duz;
+	// 0 to 144115188075855872: how many frames at the end of T are padding, which leave the state as it is; what W,
+	// U, Wz and uz hold there is not read. The active length is T - padding
+	int64_t padding;
+	// 0 or 1: from the last frame to the first
+	int64_t reverse;
+} gdn_frame_summary_bwd_args;
+
+int32_t gdn_frame_summary_bwd(const gdn_frame_summary_bwd_args *args);
+
+// The states after each of T parts of a sequence, from their composites: S <- S M + h and z <- Mz z + hz. Where
+// a state is 0, M counts for nothing, whatever it holds.
+typedef struct gdn_frame_merge_fwd_args {
+	uint32_t size;     // sizeof(gdn_frame_merge_fwd_args)
+	uint32_t reserved; // 0
+	// In: [T B K K] float. Composite transition of each part
+	const DLTensor *M;
+	// In: [T B V K] float, float64 exactly if M is. State of each part from a state of 0
+	const DLTensor *h;
+	// In, optional: [T B K K] float, float64 exactly if M is. That of z; NULL: numerator only
+	const DLTensor *Mz;
+	// In, optional: [T B K] float, float64 exactly if M is. Z of each part from 0; comes with Mz
+	const DLTensor *hz;
+	// In, optional: [B V K] float. State before the scan's first frame; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [B K] float. Z before the scan's first frame; NULL: 0
+	const DLTensor *initial_z;
+	// Out: [T B V K] float32, or float64 if M is. State after each part
+	DLTensor *S;
+	// Out, optional, only with Mz: [T B K] float32, or float64 if M is. Z after each part
+	DLTensor *z;
+	// 0 or 1: from the last frame to the first
+	int64_t reverse;
+} gdn_frame_merge_fwd_args;
+
+int32_t gdn_frame_merge_fwd(const gdn_frame_merge_fwd_args *args);
+
+// Gradients of gdn_frame_merge_fwd.
+typedef struct gdn_frame_merge_bwd_args {
+	uint32_t size;     // sizeof(gdn_frame_merge_bwd_args)
+	uint32_t reserved; // 0
+	// In: [T B K K] float. Composite transition of each part
+	const DLTensor *M;
+	// In: [T B V K] float. As the forward wrote it
+	const DLTensor *S;
+	// In, optional: [B V K] float. State before the scan's first frame; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [T B K K] float, float64 exactly if M is. That of z; NULL: numerator only
+	const DLTensor *Mz;
+	// In, optional: [T B K] float. As the forward wrote it; comes with Mz
+	const DLTensor *z;
+	// In, optional: [B K] float. Z before the scan's first frame; NULL: 0
+	const DLTensor *initial_z;
+	// In, optional: [T B V K] float. Gradient of S; NULL: 0
+	const DLTensor *dS;
+	// In, optional: [T B K] float. Gradient of z; NULL: 0
+	const DLTensor *dz;
+	// Out: [T B K K] as M. Gradient of M
+	DLTensor *dM;
+	// Out: [T B V K] as M. Gradient of h
+	DLTensor *dh;
+	// Out, optional, only with Mz: [T B K K] as Mz. Gradient of Mz
+	DLTensor *dMz;
+	// Out, optional, only with Mz: [T B K] as Mz. Gradient of hz
+	DLTensor *dhz;
+	// Out, optional, only with initial_state: [B V K] float32, or float64 if M is. Gradient of initial_state
+	DLTensor *dinitial_state;
+	// Out, optional, only with initial_z: [B K] float32, or float64 if M is. Gradient of initial_z
+	DLTensor *dinitial_z;
+	// 0 or 1: from the last frame to the first
+	int64_t reverse;
+} gdn_frame_merge_bwd_args;
+
+int32_t gdn_frame_merge_bwd(const gdn_frame_merge_bwd_args *args);
+
+// Frame GDN's transitions: W = decay (Id - sum beta k k^T), U = sum beta v k^T, and Wz, uz = sum beta kz from
+// the keys kz, sums over a frame's tokens. W and Wz are symmetric in every bit.
+typedef struct gdn_frame_build_fwd_args {
+	uint32_t size;     // sizeof(gdn_frame_build_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T R H K] float. Keys, R tokens a frame
+	const DLTensor *k;
+	// In: [B T R H V] float, float64 exactly if k is. Values
+	const DLTensor *v;
+	// In: [B T R H] float. Write strength of each token
+	const DLTensor *beta;
+	// In: [B T H] float. Factor of the old state, 0 to 1; 0 is a reset
+	const DLTensor *decay;
+	// In, optional: [B T R H K] float, float64 exactly if k is. Keys of the denominator; NULL: numerator only
+	const DLTensor *kz;
+	// Out: [B H T K K] float32, or float64 if k is. Transition of each frame
+	DLTensor *W;
+	// Out: [B H T V K] float32, or float64 if k is. What each frame adds
+	DLTensor *U;
+	// Out, optional, only with kz: [B H T K K] float32, or float64 if k is. Transition of the denominator
+	DLTensor *Wz;
+	// Out, optional, only with kz: [B H T K] float32, or float64 if k is. What each frame adds to z
+	DLTensor *uz;
+} gdn_frame_build_fwd_args;
+
+int32_t gdn_frame_build_fwd(const gdn_frame_build_fwd_args *args);
+
+// Gradients of gdn_frame_build_fwd.
+typedef struct gdn_frame_build_bwd_args {
+	uint32_t size;     // sizeof(gdn_frame_build_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T R H K] float. Keys, R tokens a frame
+	const DLTensor *k;
+	// In: [B T R H V] float, float64 exactly if k is. Values
+	const DLTensor *v;
+	// In: [B T R H] float. Write strength of each token
+	const DLTensor *beta;
+	// In: [B T H] float. Factor of the old state, 0 to 1; 0 is a reset
+	const DLTensor *decay;
+	// In, optional: [B T R H K] float, float64 exactly if k is. Keys of the denominator; NULL: numerator only
+	const DLTensor *kz;
+	// In: [B H T K K] float. Gradient of W
+	const DLTensor *dW;
+	// In: [B H T V K] float. Gradient of U
+	const DLTensor *dU;
+	// In, optional: [B H T K K] float. Gradient of Wz; NULL: 0
+	const DLTensor *dWz;
+	// In, optional: [B H T K] float. Gradient of uz; NULL: 0
+	const DLTensor *duz;
+	// Out: [B T R H K] as k. Gradient of k
+	DLTensor *dk;
+	// Out: [B T R H V] as v. Gradient of v
+	DLTensor *dv;
+	// Out: [B T R H] as beta. Gradient of beta
+	DLTensor *dbeta;
+	// Out: [B T H] as decay. Gradient of decay
+	DLTensor *ddecay;
+	// Out, optional, only with kz: [B T R H K] as kz. Gradient of kz
+	DLTensor *dkz;
+} gdn_frame_build_bwd_args;
+
+int32_t gdn_frame_build_bwd(const gdn_frame_build_bwd_args *args);
+
+// What the tokens of each frame read: num = S q and den = z.qz.
+typedef struct gdn_frame_project_fwd_args {
+	uint32_t size;     // sizeof(gdn_frame_project_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T R H K] float. Queries
+	const DLTensor *q;
+	// In: [B H T V K] float. States
+	const DLTensor *S;
+	// In, optional: [B T R H K] float, float64 exactly if q is. Queries of the denominator; NULL: numerator only
+	const DLTensor *qz;
+	// In, optional: [B H T K] float. Z of each frame; comes with qz
+	const DLTensor *z;
+	// Out: [B T R H V] as q. Numerator
+	DLTensor *num;
+	// Out, optional, only with qz: [B T R H] float32, or float64 if q is. Denominator
+	DLTensor *den;
+} gdn_frame_project_fwd_args;
+
+int32_t gdn_frame_project_fwd(const gdn_frame_project_fwd_args *args);
+
+// Gradients of gdn_frame_project_fwd.
+typedef struct gdn_frame_project_bwd_args {
+	uint32_t size;     // sizeof(gdn_frame_project_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T R H K] float. Queries
+	const DLTensor *q;
+	// In: [B H T V K] float. States
+	const DLTensor *S;
+	// In, optional: [B T R H K] float, float64 exactly if q is. Queries of the denominator; NULL: numerator only
+	const DLTensor *qz;
+	// In, optional: [B H T K] float. Z of each frame; comes with qz
+	const DLTensor *z;
+	// In: [B T R H V] float. Gradient of num
+	const DLTensor *dnum;
+	// In, optional: [B T R H] float. Gradient of den; NULL: 0
+	const DLTensor *dden;
+	// Out: [B T R H K] as q. Gradient of q
+	DLTensor *dq;
+	// Out: [B H T V K] as S. Gradient of S
+	DLTensor *dS;
+	// Out, optional, only with qz: [B T R H K] as qz. Gradient of qz
+	DLTensor *dqz;
+	// Out, optional, only with z: [B H T K] as z. Gradient of z
+	DLTensor *dz;
+} gdn_frame_project_bwd_args;
+
+int32_t gdn_frame_project_bwd(const gdn_frame_project_bwd_args *args);
+
 // The sentence of this thread's last failed call: operator, argument, what came, what was expected. Empty after success. Good until the
 // thread's next call.
 const char *gdn_last_error(void);

@@ -42,7 +42,7 @@ type draw func(r *rand.Rand, i int) float64
 
 // plainCases lists the cases of all families.
 func plainCases(short bool) []*solo {
-	return slices.Concat[[]*solo](summaryCases(short))
+	return slices.Concat(summaryCases(short), frameCases(short))
 }
 
 // everywhere turns one case into its variants: all dtypes, all layouts, guard pages. short keeps a few.

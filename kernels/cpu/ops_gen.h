@@ -6,11 +6,15 @@
 #define GDNK_OPS(X) \
 	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd) X(kda_fwd) X(kda_bwd) X(kda_recurrent_fwd) \
 	X(kda_recurrent_bwd) X(summary_fwd) X(summary_grad) X(summary_bwd) X(summary_merge) X(summary_merge_bwd) \
-	X(summary_compose) X(summary_compose_bwd)
+	X(summary_compose) X(summary_compose_bwd) X(frame_fwd) X(frame_bwd) X(frame_pullback) X(frame_summary_fwd) \
+	X(frame_summary_bwd) X(frame_merge_fwd) X(frame_merge_bwd) X(frame_build_fwd) X(frame_build_bwd) \
+	X(frame_project_fwd) X(frame_project_bwd)
 
 enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_kda_fwd, OP_kda_bwd, OP_kda_recurrent_fwd,
        OP_kda_recurrent_bwd, OP_summary_fwd, OP_summary_grad, OP_summary_bwd, OP_summary_merge, OP_summary_merge_bwd,
-       OP_summary_compose, OP_summary_compose_bwd, OP_count };
+       OP_summary_compose, OP_summary_compose_bwd, OP_frame_fwd, OP_frame_bwd, OP_frame_pullback,
+       OP_frame_summary_fwd, OP_frame_summary_bwd, OP_frame_merge_fwd, OP_frame_merge_bwd, OP_frame_build_fwd,
+       OP_frame_build_bwd, OP_frame_project_fwd, OP_frame_project_bwd, OP_count };
 enum { SZ_B, SZ_T, SZ_H, SZ_HV, SZ_K, SZ_V, SZ_N, SZ_D, SZ_W, SZ_P, SZ_R, SZ_count };
 
 // gdn_fwd: tensors, numbers, derived sizes (indices into size[]).
@@ -128,5 +132,73 @@ enum { T_summary_compose_bwd_s, T_summary_compose_bwd_m, T_summary_compose_bwd_d
        T_summary_compose_bwd_dm, T_summary_compose_bwd_count };
 enum { N_summary_compose_bwd_reverse, N_summary_compose_bwd_transpose, N_summary_compose_bwd_count };
 enum { D_summary_compose_bwd_VK = SZ_count };
+
+// gdn_frame_fwd: tensors, numbers.
+enum { T_frame_fwd_W, T_frame_fwd_U, T_frame_fwd_Wz, T_frame_fwd_uz, T_frame_fwd_initial_state,
+       T_frame_fwd_initial_z, T_frame_fwd_S, T_frame_fwd_z, T_frame_fwd_final_state, T_frame_fwd_final_z,
+       T_frame_fwd_count };
+enum { N_frame_fwd_padding, N_frame_fwd_reverse, N_frame_fwd_exclusive, N_frame_fwd_count };
+
+// gdn_frame_bwd: tensors, numbers.
+enum { T_frame_bwd_W, T_frame_bwd_S, T_frame_bwd_U, T_frame_bwd_initial_state, T_frame_bwd_Wz, T_frame_bwd_z,
+       T_frame_bwd_uz, T_frame_bwd_initial_z, T_frame_bwd_dS, T_frame_bwd_dz, T_frame_bwd_dfinal_state,
+       T_frame_bwd_dfinal_z, T_frame_bwd_dW, T_frame_bwd_dU, T_frame_bwd_dWz, T_frame_bwd_duz,
+       T_frame_bwd_dinitial_state, T_frame_bwd_dinitial_z, T_frame_bwd_count };
+enum { N_frame_bwd_padding, N_frame_bwd_reverse, N_frame_bwd_exclusive, N_frame_bwd_count };
+
+// gdn_frame_pullback: tensors, numbers.
+enum { T_frame_pullback_W, T_frame_pullback_dS, T_frame_pullback_Wz, T_frame_pullback_dz,
+       T_frame_pullback_dinitial_state, T_frame_pullback_dinitial_z, T_frame_pullback_count };
+enum { N_frame_pullback_padding, N_frame_pullback_reverse, N_frame_pullback_exclusive, N_frame_pullback_count };
+
+// gdn_frame_summary_fwd: tensors, numbers.
+enum { T_frame_summary_fwd_W, T_frame_summary_fwd_U, T_frame_summary_fwd_Wz, T_frame_summary_fwd_uz,
+       T_frame_summary_fwd_h, T_frame_summary_fwd_M, T_frame_summary_fwd_hz, T_frame_summary_fwd_Mz,
+       T_frame_summary_fwd_count };
+enum { N_frame_summary_fwd_padding, N_frame_summary_fwd_reverse, N_frame_summary_fwd_count };
+
+// gdn_frame_summary_bwd: tensors, numbers.
+enum { T_frame_summary_bwd_W, T_frame_summary_bwd_U, T_frame_summary_bwd_Wz, T_frame_summary_bwd_uz,
+       T_frame_summary_bwd_dh, T_frame_summary_bwd_dM, T_frame_summary_bwd_dhz, T_frame_summary_bwd_dMz,
+       T_frame_summary_bwd_dW, T_frame_summary_bwd_dU, T_frame_summary_bwd_dWz, T_frame_summary_bwd_duz,
+       T_frame_summary_bwd_count };
+enum { N_frame_summary_bwd_padding, N_frame_summary_bwd_reverse, N_frame_summary_bwd_count };
+
+// gdn_frame_merge_fwd: tensors, numbers.
+enum { T_frame_merge_fwd_M, T_frame_merge_fwd_h, T_frame_merge_fwd_Mz, T_frame_merge_fwd_hz,
+       T_frame_merge_fwd_initial_state, T_frame_merge_fwd_initial_z, T_frame_merge_fwd_S, T_frame_merge_fwd_z,
+       T_frame_merge_fwd_count };
+enum { N_frame_merge_fwd_reverse, N_frame_merge_fwd_count };
+
+// gdn_frame_merge_bwd: tensors, numbers.
+enum { T_frame_merge_bwd_M, T_frame_merge_bwd_S, T_frame_merge_bwd_initial_state, T_frame_merge_bwd_Mz,
+       T_frame_merge_bwd_z, T_frame_merge_bwd_initial_z, T_frame_merge_bwd_dS, T_frame_merge_bwd_dz,
+       T_frame_merge_bwd_dM, T_frame_merge_bwd_dh, T_frame_merge_bwd_dMz, T_frame_merge_bwd_dhz,
+       T_frame_merge_bwd_dinitial_state, T_frame_merge_bwd_dinitial_z, T_frame_merge_bwd_count };
+enum { N_frame_merge_bwd_reverse, N_frame_merge_bwd_count };
+
+// gdn_frame_build_fwd: tensors, numbers.
+enum { T_frame_build_fwd_k, T_frame_build_fwd_v, T_frame_build_fwd_beta, T_frame_build_fwd_decay,
+       T_frame_build_fwd_kz, T_frame_build_fwd_W, T_frame_build_fwd_U, T_frame_build_fwd_Wz, T_frame_build_fwd_uz,
+       T_frame_build_fwd_count };
+enum { N_frame_build_fwd_count };
+
+// gdn_frame_build_bwd: tensors, numbers.
+enum { T_frame_build_bwd_k, T_frame_build_bwd_v, T_frame_build_bwd_beta, T_frame_build_bwd_decay,
+       T_frame_build_bwd_kz, T_frame_build_bwd_dW, T_frame_build_bwd_dU, T_frame_build_bwd_dWz,
+       T_frame_build_bwd_duz, T_frame_build_bwd_dk, T_frame_build_bwd_dv, T_frame_build_bwd_dbeta,
+       T_frame_build_bwd_ddecay, T_frame_build_bwd_dkz, T_frame_build_bwd_count };
+enum { N_frame_build_bwd_count };
+
+// gdn_frame_project_fwd: tensors, numbers.
+enum { T_frame_project_fwd_q, T_frame_project_fwd_S, T_frame_project_fwd_qz, T_frame_project_fwd_z,
+       T_frame_project_fwd_num, T_frame_project_fwd_den, T_frame_project_fwd_count };
+enum { N_frame_project_fwd_count };
+
+// gdn_frame_project_bwd: tensors, numbers.
+enum { T_frame_project_bwd_q, T_frame_project_bwd_S, T_frame_project_bwd_qz, T_frame_project_bwd_z,
+       T_frame_project_bwd_dnum, T_frame_project_bwd_dden, T_frame_project_bwd_dq, T_frame_project_bwd_dS,
+       T_frame_project_bwd_dqz, T_frame_project_bwd_dz, T_frame_project_bwd_count };
+enum { N_frame_project_bwd_count };
 
 #endif

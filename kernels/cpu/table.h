@@ -7,6 +7,7 @@
 #include "scan.h"
 #include "gdn.h"
 #include "summary.h"
+#include "frame.h"
 
 #define ENTRY(name) [OP_##name] = op_##name,
 const gdnk_table TABLE = {ISA, {GDNK_OPS(ENTRY)}};
