@@ -62,8 +62,9 @@ type acl struct {
 	createScalar, destroyScalar                                            uintptr
 	destroyExecutor                                                        uintptr // optional
 
-	stock []uintptr // handles of the libraries with CANN's own operators
-	fla   *flaNPU   // nil where it is not installed
+	stock    []uintptr // handles of the libraries with CANN's own operators
+	stockErr error     // why there may be none
+	fla      *flaNPU   // nil where it is not installed
 
 	ops sync.Map // *opName -> *vendorOp
 }
@@ -180,6 +181,8 @@ func load() (*acl, error) {
 	for _, name := range []string{"libopapi_math.so", "libopapi.so"} {
 		if h, err := open(name); err == nil {
 			a.stock = append(a.stock, h)
+		} else {
+			a.stockErr = err
 		}
 	}
 	a.fla = findFLA(a)

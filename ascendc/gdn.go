@@ -198,9 +198,9 @@ const stepMost = 8
 
 var (
 	stockRecurrent = &path{what: "aclnnRecurrentGatedDeltaRule of CANN", needs: []*opName{stockStep, inplaceCopy, inplaceOne},
-		refuse: refuseStep(512), run: func(r *run) { r.step(stockStep, false) }}
+		refuse: refuseStep(512), run: func(r *run) { r.step(stockStep, core.BF16, false) }}
 	flaRecurrent = &path{what: "aclnnRecurrentGatedDeltaRule of fla-npu", needs: []*opName{flaStep, inplaceCopy, inplaceOne},
-		refuse: refuseStep(128), run: func(r *run) { r.step(flaStep, true) }}
+		refuse: refuseStep(128), run: func(r *run) { r.step(flaStep, core.F32, true) }}
 )
 
 func refuseStep(most int64) func(a *acl, c *core.Call) string {
@@ -228,19 +228,19 @@ func refuseStep(most int64) func(a *acl, c *core.Call) string {
 	}
 }
 
-// step runs the operator on states of this call: it updates them in place, one slot a sequence. fla-npu's takes a first entry in front of
+// step runs the operator on states of this call, of a dtype that it knows: it updates them in place, one slot a sequence. fla-npu's takes a first entry in front of
 // the lengths, the number of tokens to skip.
-func (r *run) step(name *opName, skip bool) {
+func (r *run) step(name *opName, kind core.DType, skip bool) {
 	s := r.sequences()
 	if r.idle(s) {
 		return
 	}
 	h, hv, k, v, n := r.c.Size("H"), r.c.Size("HV"), r.c.Size("K"), r.c.Size("V"), s.batch*s.tokens
-	state := r.stateOut("final_state", "initial_state", core.F32, true, s)
+	state := r.stateOut("final_state", "initial_state", kind, true, s)
 	if state == nil {
-		state = r.temp(core.F32, s.count, hv, v, k)
+		state = r.temp(kind, s.count, hv, v, k)
 	}
-	if h0 := r.state("initial_state", core.None, true, s); h0 != nil {
+	if h0 := r.state("initial_state", kind, true, s); h0 != nil {
 		r.copy(state, h0)
 	} else {
 		r.zero(state)

@@ -113,6 +113,9 @@ func (r *run) state(name string, d core.DType, vFirst bool, s *sequences) *core.
 		}
 		return r.asCompact(t, d)
 	}
+	if d == core.None {
+		d = t.DType
+	}
 	to := r.temp(d, s.count, t.Shape[1], t.Shape[2], t.Shape[3])
 	for i, n := range s.which {
 		r.copy(sliced(to, 0, int64(i), 1), sliced(t, 0, n, 1))

@@ -65,7 +65,7 @@ func (n *opName) find(a *acl) *vendorOp {
 		op.letters = stockKnown[n.name]
 		switch {
 		case len(a.stock) == 0:
-			op.err = fmt.Errorf("neither libopapi_math.so nor libopapi.so of CANN %s could be loaded", a.version)
+			op.err = fmt.Errorf("neither libopapi_math.so nor libopapi.so of CANN %s could be loaded (%v)", a.version, a.stockErr)
 		case op.phase1 == 0 || op.phase2 == 0:
 			op.err = fmt.Errorf("CANN %s has no %s", a.version, op.name)
 		default:

@@ -21,8 +21,9 @@ type array struct {
 	dtype         core.DType
 	shape, stride []int64
 	mem, was      []byte
-	origin        int64 // byte of the first element
-	noStrides     bool  // hand over strides = NULL
+	origin        int64   // byte of the first element
+	noStrides     bool    // hand over strides = NULL
+	placed        uintptr // where mem is a copy of memory of a device: its address there
 }
 
 // layout says how an array lies in memory.
@@ -221,6 +222,9 @@ func (a *array) touched(output bool) error {
 }
 
 func (a *array) address() uintptr {
+	if a.placed != 0 {
+		return a.placed + uintptr(a.origin)
+	}
 	return uintptr(unsafe.Pointer(unsafe.SliceData(a.mem))) + uintptr(a.origin)
 }
 

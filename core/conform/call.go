@@ -15,6 +15,7 @@ type call struct {
 	arrays  map[string]*array
 	numbers map[string]float64
 
+	device Device // on which it ran, or nil
 	words  []uint64
 	pinned runtime.Pinner
 }
@@ -45,6 +46,9 @@ func (c *call) pack() {
 			continue
 		}
 		d := &dlTensor{data: a.address(), deviceType: int32(core.CPU), ndim: int32(len(a.shape)), lanes: 1}
+		if a.placed != 0 {
+			d.deviceType, d.deviceID = int32(c.device.Device()), c.device.ID()
+		}
 		d.code, d.bits = core.DTypes[a.dtype].Code, core.DTypes[a.dtype].Bits
 		if len(a.shape) > 0 {
 			d.shape, d.strides = &a.shape[0], &a.stride[0]
@@ -81,11 +85,14 @@ func (c *call) run(b core.Backend) error {
 	for _, a := range c.arrays {
 		a.remember()
 	}
+	back := c.place(b)
+	defer back()
 	c.pack()
 	defer c.pinned.Unpin()
 	if _, err := core.Dispatch([]core.Backend{b}, c.op, unsafe.Pointer(&c.words[0]), true); err != nil {
 		return err
 	}
+	back()
 	// The backend knew the arrays by their addresses only.
 	runtime.KeepAlive(c)
 	for i := range c.op.Tensors {

@@ -169,7 +169,7 @@ func (c *Case) reference(f *call) *oracle.GDN {
 func compareAll(f *call, double bool, want, squares oracle.Tensors) error {
 	var all []error
 	for _, x := range f.outputs() {
-		limit := boundOf(x.name, x.dtype, double)
+		limit := f.limit(x, double)
 		for _, sum := range squares[x.name] {
 			limit.squares += sum
 		}

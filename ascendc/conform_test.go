@@ -1,0 +1,124 @@
+package ascendc
+
+import (
+	"fmt"
+	"testing"
+
+	"libgdn/core"
+	"libgdn/core/conform"
+)
+
+// sizes that the vendors' chunk operators all have.
+func chunkCases(d core.DType, short bool, change func(c *conform.Case)) []*conform.Case {
+	var list []*conform.Case
+	add := func(name string, set func(c *conform.Case)) {
+		c := &conform.Case{Name: name, B: 1, T: 70, H: 1, HV: 2, K: 128, V: 128, IO: d, Aux: core.F32, H0: true, Dht: true, Skew: len(list) % 16}
+		set(c)
+		change(c)
+		list = append(list, c)
+	}
+	for i, T := range []int{1, 15, 64, 65, 129, 200} {
+		if short && i%2 == 0 {
+			continue
+		}
+		add(fmt.Sprintf("T=%d", T), func(c *conform.Case) { c.T, c.B, c.H, c.HV = T, 1+i%2, 1+i%3, (1+i%3)*(1+i%2) })
+	}
+	for _, g := range []conform.Gate{"none", "weak", "0", "by head"} {
+		add("g="+string(g), func(c *conform.Case) { c.Gate = g })
+	}
+	for _, b := range []conform.Beta{"none", "1", "0"} {
+		add("beta="+string(b), func(c *conform.Case) { c.Beta = b })
+	}
+	for i, cu := range [][]int{{0, 70}, {0, 5, 5, 9}, {0, 0, 1, 2, 70, 70}, {0, 64, 128}, {0, 40, 89}, {0, 0}, {0}, {0, 3, 9, 9, 9, 100}} {
+		add(fmt.Sprintf("packed/%v", cu), func(c *conform.Case) {
+			c.Cu, c.Cu32, c.H, c.HV = cu, i%2 == 0, 1, 2
+			c.T = cu[len(cu)-1] + i%3*2
+			c.H0 = i%4 != 1
+		})
+	}
+	add("empty", func(c *conform.Case) { c.T = 0 })
+	add("aux as io", func(c *conform.Case) { c.Aux = d })
+	add("no h0", func(c *conform.Case) { c.H0 = false })
+	add("no final state", func(c *conform.Case) { c.Unwanted = []string{"final_state"} })
+	add("V first", func(c *conform.Case) { c.Flags = map[string]float64{"state_v_first": 1} })
+	add("scale", func(c *conform.Case) { c.Flags = map[string]float64{"scale": 0.3} })
+	for _, lie := range []string{"null strides", "heads first", "stride 2", "fused rows", "broadcast"} {
+		add("layout "+lie, func(c *conform.Case) { c.Lie(lie) })
+	}
+	return list
+}
+
+func without(names ...string) func(c *conform.Case) {
+	return func(c *conform.Case) { c.Unwanted = append(c.Unwanted, names...) }
+}
+
+func TestStockForward(t *testing.T) {
+	d := newNPU(t)
+	defer only(t, flaForward, flaStagesForward)()
+	conform.RunOn(t, d, chunkCases(core.BF16, testing.Short(), without("tape")), false)
+	d.settled()
+}
+
+func TestStockRecurrent(t *testing.T) { recurrent(t, flaRecurrent) }
+func TestFLARecurrent(t *testing.T)   { recurrent(t, stockRecurrent) }
+
+func recurrent(t *testing.T, not *path) {
+	d := newNPU(t)
+	defer only(t, not)()
+	list := chunkCases(core.BF16, testing.Short(), func(c *conform.Case) {
+		c.Recurrent, c.GK = true, c.Skew%2 == 0
+		c.T = min(c.T, 8)
+		if c.Cu != nil {
+			last := 0
+			for i := range c.Cu {
+				c.Cu[i] = min(c.Cu[i], last+8)
+				last = c.Cu[i]
+			}
+			c.T = last + c.T%3
+		}
+		if c.Skew%3 == 0 {
+			c.K, c.V = 64, 96
+		}
+		c.Unwanted = append(c.Unwanted, "tape")
+	})
+	conform.RunOn(t, d, list, false)
+	d.settled()
+}
+
+func TestFLAComposite(t *testing.T) {
+	d := newNPU(t)
+	d.chip("Ascend950PR_9599")
+	for _, kind := range []core.DType{core.BF16, core.F16} {
+		conform.RunOn(t, d, chunkCases(kind, testing.Short(), func(c *conform.Case) {}), kind == core.BF16)
+	}
+	d.settled()
+}
+
+func TestFLAStages(t *testing.T) {
+	d := newNPU(t)
+	defer only(t, flaForward, flaBackward, stockForward)()
+	for _, kind := range []core.DType{core.BF16, core.F16} {
+		conform.RunOn(t, d, chunkCases(kind, testing.Short(), func(c *conform.Case) {}), true)
+	}
+	d.settled()
+}
+
+// only takes paths out of the table until the function that it returns is called.
+func only(t *testing.T, not ...*path) func() {
+	saved := map[string][]*path{}
+	for op, list := range paths {
+		saved[op] = list
+		var rest []*path
+	next:
+		for _, p := range list {
+			for _, n := range not {
+				if p == n {
+					continue next
+				}
+			}
+			rest = append(rest, p)
+		}
+		paths[op] = rest
+	}
+	return func() { paths = saved }
+}
