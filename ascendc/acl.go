@@ -232,6 +232,8 @@ func cut(b []byte) string {
 	return s
 }
 
+const noStatus = -1 // of functions that return a handle, and NULL when they fail
+
 // failure turns a status of CANN into an error with CANN's own text, which belongs to this OS thread and is gone once read.
 func (a *acl) failure(name string, status int32) error {
 	kind := core.DeviceFailure
@@ -244,11 +246,14 @@ func (a *acl) failure(name string, status int32) error {
 			text = s
 		}
 	}
-	meaning := ""
-	if m := aclStatuses[status]; m != "" {
-		meaning = ", " + m
+	what := ""
+	if status != noStatus {
+		what = fmt.Sprintf(" with status %d", status)
+		if m := aclStatuses[status]; m != "" {
+			what += ", " + m
+		}
 	}
-	return &core.Error{Status: kind, Msg: fmt.Sprintf("%s failed with status %d%s: %s", name, status, meaning, text)}
+	return &core.Error{Status: kind, Msg: fmt.Sprintf("%s failed%s: %s", name, what, text)}
 }
 
 // aclStatuses are the codes that users meet.

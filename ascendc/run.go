@@ -48,7 +48,10 @@ type run struct {
 }
 
 // made is a descriptor and the function that destroys it.
-type made struct{ handle, destroy uintptr }
+type made struct {
+	handle, destroy uintptr
+	name            string // of what made it
+}
 
 // late is an output and where it was computed.
 type late struct{ to, from core.Tensor }
@@ -383,13 +386,11 @@ func (r *run) describe(t *core.Tensor) uintptr {
 
 // keep remembers a descriptor until after the launch.
 func (r *run) keep(name string, handle, destroy uintptr) {
-	switch {
-	case r.err != nil:
-	case handle == 0:
-		r.err = r.failure(name, 561101)
-	default:
-		r.made = append(r.made, made{handle, destroy})
+	if handle == 0 {
+		r.err = r.failure(name, noStatus)
+		return
 	}
+	r.made = append(r.made, made{handle, destroy, name})
 }
 
 // scalar is an argument of type aclScalar.
@@ -412,6 +413,9 @@ func (r *run) exec(name *opName, args ...any) {
 	defer r.destroy()
 	ints, floats := 0, 0
 	for i, a := range args {
+		if r.err != nil {
+			return
+		}
 		kind, bits := op.letters[i], uint64(0)
 		switch x := a.(type) {
 		case nil:
@@ -503,7 +507,7 @@ func mismatch(name *opName, i int, kind byte) string {
 // destroy takes the descriptors down; CANN has copied what it needs.
 func (r *run) destroy() {
 	for _, m := range r.made {
-		r.check("aclDestroyTensor", r.call(m.destroy, m.handle))
+		r.check("aclDestroy"+m.name[len("aclCreate"):], r.call(m.destroy, m.handle))
 	}
 	r.made = r.made[:0]
 }
