@@ -13,7 +13,7 @@ GO_TEST := go test -timeout 20m
 # makes them 50 times slower (the demo on two cores). The benchmark keeps the default.
 test quick demo: export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help lib cann gen test quick demo bench check asan arm64 wheel clean
+.PHONY: help lib cann gen test test-npu quick demo bench check asan arm64 wheel clean
 
 help: ## this list
 	@awk -F ': .*## ' '/^[a-z0-9]+: .*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ test: lib ## Go suite, then pytest: proves the library right
 	echo '$(GO_TEST) ./...'; $(GO_TEST) ./... || failed=1; \
 	echo '$(PY) -m pytest'; $(PY) -m pytest || failed=1; \
 	exit $$failed
+
+test-npu: lib cann ## the NPU part of pytest: the released torch_npu on the fake CANN, in an environment of its own (NPU=2.8: the older pair)
+	@build/npu.sh $(ARGS)
 
 quick: lib ## the same without the slow tests, under two minutes
 	@build/env.sh test

@@ -11,11 +11,11 @@ flags="-std=gnu11 -O2 -g -Wall -Wextra -Werror -Wno-missing-field-initializers -
 # library FILE SOURCES AND FLAGS...
 library() { gcc $flags $sanitize -DCANN=$cann -DFLA=$fla -Wl,-soname,"$(basename "$1")" -o "$1" "${@:2}"; }
 
-# headers FOLDER: what a fla-npu package declares, taken from the sources here
+# headers FOLDER SOURCES...: what a package declares, taken from the sources here
 headers() {
 	mkdir -p "$1"
-	cat fla_*.c | gcc -E -P -I. -DCANN=$cann -DFLA=$fla -x c - | tr '\n' ' ' | grep -oE 'int aclnn[A-Za-z0-9]+GetWorkspaceSize\([^)]*\)' |
-		sed -E 's/\bT /const aclTensor */g; s/\bL /const aclIntArray */g; s/Executor \*\*/aclOpExecutor **/; s/_Bool/bool/g; s/^int/aclnnStatus/' |
+	cat "${@:2}" | gcc -E -P -I. -DCANN=$cann -DFLA=$fla -x c - | tr '\n' ' ' | grep -oE 'int aclnn[A-Za-z0-9]+GetWorkspaceSize\([^)]*\)' |
+		sed -E 's/\bT /const aclTensor */g; s/\bL /const aclIntArray */g; s/Executor \*\*/aclOpExecutor **/; s/\bScalar \*/aclScalar */g; s/\bTensor \*/aclTensor */g; s/\bTensorList \*/aclTensorList */g; s/ {2,}/ /g; s/_Bool/bool/g; s/^int/aclnnStatus/' |
 		while read -r line; do
 			op=$(sed -E 's/.*aclnn([A-Za-z0-9]+)GetWorkspaceSize.*/\1/' <<<"$line")
 			file=$1/aclnn_$(sed -E 's/([a-z0-9])([A-Z])/\1_\2/g' <<<"$op" | tr A-Z a-z).h
@@ -35,13 +35,14 @@ build() { # FOLDER CANN FLA SANITIZER-FLAGS
 	local folder=$out/$1 cann=$2 fla=$3 sanitize=$4
 	rm -rf "$folder"
 	local lib=$folder/lib64 vendor=$folder/opp/vendors/fla_npu_transformer
-	mkdir -p "$lib" "$vendor/op_api/lib"
+	mkdir -p "$lib" "$vendor/op_api/lib" "$folder"/{runtime,compiler,opp-alone} # the last three: torch_npu looks whether they are there
 	library "$lib/libascendcl.so" control.c memory.c races.c runtime.c client.c
 	local with="-L$lib -lascendcl -Wl,-rpath,\$ORIGIN"
 	library "$lib/libnnopbase.so" tensor.c op.c $with
 	library "$lib/libopapi.so" opapi.c -lm $with -lnnopbase
 	library "$vendor/op_api/lib/libcust_opapi.so" fla_gdn.c fla_kda.c fla_other.c -lm -L$lib -lnnopbase -lascendcl '-Wl,-rpath,$ORIGIN/../../../../../lib64'
-	headers "$vendor/op_api/include/aclnnop"
+	headers "$vendor/op_api/include/aclnnop" fla_*.c
+	headers "$folder/include/aclnnop" opapi.c
 	echo 'load_priority=fla_npu_transformer' >"$folder/opp/vendors/config.ini"
 	# Doors to what libascendcl has, and libraries that clients open and take nothing from.
 	local door
