@@ -25,4 +25,4 @@ fi
 cann=$PWD/build/out/cann
 export LD_LIBRARY_PATH=$cann/lib64 ASCEND_HOME_PATH=$cann ASCEND_OPP_PATH=$cann/opp-alone FLA_NPU_OPP_PATH=$cann/opp PYTHONPATH=$PWD/python
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1
-exec $venv/bin/python -m pytest python/tests_npu "$@"
+exec $venv/bin/python -m pytest -o testpaths=python/tests_npu "$@"
