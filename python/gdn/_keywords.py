@@ -27,7 +27,7 @@ def settle(state_v_first, cp_context, transpose_state_layout, head_first, scale)
     if head_first is not None:
         raise DeprecationWarning("head_first was removed: tensors are [B, T, H, ...], so transpose(1, 2) what is laid out otherwise")
     if cp_context is not None:
-        raise NotImplementedError("cp_context is given, but context parallelism is not available yet")
+        raise NotImplementedError("cp_context is given, which the chunk functions for torch take; here there is no context parallelism")
     if scale is not None and scale == 0:
         raise ValueError("scale is 0, expected another number: every output would be 0")
     if transpose_state_layout is None:

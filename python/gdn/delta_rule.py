@@ -26,6 +26,7 @@ def chunk_gated_delta_rule(
     chunk_indices=None,
     cp_context=None,
     *,
+    cp=None,
     use_gate_in_kernel=False,
     A_log=None,
     dt_bias=None,
@@ -61,7 +62,12 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu: the same in host memory, which saves copying it there; used when given.
         chunk_indices: accepted for compatibility. How the work is cut up follows from ``cu_seqlens``, and a list made for another cut would
             only be a way to go wrong.
-        cp_context: context parallelism; not available yet.
+        cp_context: flash-linear-attention's name for ``cp``, what ``gdn.parallel.build_cp_context`` returns; ``cu_seqlens`` are not looked at.
+        cp: context parallelism, where tokens lie on several ranks: a ``gdn.parallel.ContextParallel``, or what its ``bind`` returns. The token
+            tensors are this rank's, the plan says which documents they belong to, ``cu_seqlens`` is None. States are [N, HV, K, V] for the N
+            documents of all ranks (for the batch if there is one document): of initial_state a rank reads the rows of documents that begin
+            on it; of final_state it fills those of documents that end on it, the others are zero. Gradients of initial_state, A_log and
+            dt_bias are this rank's part: their sum over the ranks is the whole. Options and which arguments are given must agree on all ranks.
         use_gate_in_kernel: g = -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias (None: 0) of HV elements in any shape.
             An A_log of -inf is an amplitude of 0: that head does not decay, and its A_log, dt_bias and g have zero gradients.
         chunk_size: 16, 32 or 64; does not change the result beyond rounding, and this library picks its own.
@@ -77,16 +83,26 @@ def chunk_gated_delta_rule(
 
     Raises:
         ValueError: a shape, dtype, offset or combination of arguments is wrong; the message names it.
-        NotImplementedError: context parallelism, or a device that no backend serves.
+        NotImplementedError: a device that no backend serves.
         MemoryError: no memory for scratch.
+        RuntimeError: ``cp``: another rank failed.
     """
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"chunk_size is {chunk_size}, expected 16, 32 or 64")
-    if (cp_context is not None or head_first is not None or transpose_state_layout is not None or backend is not None
+    if cp_context is not None:
+        cp, cu_seqlens, cu_seqlens_cpu = _context(cp_context, cp, initial_state, output_final_state), None, None
+    if (head_first is not None or transpose_state_layout is not None or backend is not None
             or scale is not None or cu_seqlens is not None or cu_seqlens_cpu is not None or A_log is not None or dt_bias is not None):
-        scale, state_v_first, cu_seqlens = _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout,
+        scale, state_v_first, cu_seqlens = _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, None, transpose_state_layout,
                                                    head_first, backend)
         A_log, dt_bias = _flat(A_log), _flat(dt_bias)
+    if cp is not None:
+        from .parallel.delta_rule import GDN, run  # torch.distributed is not imported without need
+
+        tensors = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
+        numbers = dict(scale=scale or 0.0, qk_l2norm=use_qk_l2norm_in_kernel, gate=use_gate_in_kernel,
+                       beta_sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval)
+        return run(GDN, cp, tensors, numbers, cu_seqlens, output_final_state, state_v_first)
     o, final_state, _ = _fwd(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, scale or 0.0, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, output_final_state, False)
@@ -150,6 +166,16 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 def _flat(vector):
     return vector if vector is None or vector.dim() == 1 else vector.reshape(-1)
+
+
+def _context(cp_context, cp, initial_state, output_final_state):
+    if not hasattr(cp_context, "bound"):
+        raise ValueError(f"cp_context is {type(cp_context).__name__}, expected what build_cp_context returns")
+    if cp is not None:
+        raise ValueError("cp and cp_context are both given; they are one argument, the second is what build_cp_context returns")
+    if initial_state is not None or output_final_state:
+        raise ValueError("cp_context is given with initial_state or output_final_state, which it does not carry; use cp")
+    return cp_context
 
 
 def _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout, head_first, backend):

@@ -5,7 +5,7 @@ import torch
 from . import library
 from . import autograd  # noqa: F401  registers the gradients
 from ._keywords import settle_gate
-from .delta_rule import _settle
+from .delta_rule import _context, _settle
 
 _fwd = library.operator("kda_fwd")
 _recurrent_fwd = library.operator("kda_recurrent_fwd")
@@ -36,6 +36,7 @@ def chunk_kda(
     cu_seqlens_cpu=None,
     cp_context=None,
     *,
+    cp=None,
     A_log=None,
     dt_bias=None,
     chunk_size=64,
@@ -78,7 +79,12 @@ def chunk_kda(
         cu_seqlens: [N + 1] int32 or int64, the offsets of N sequences packed one after another, with B = 1. They start at 0, do not decrease
             (a sequence may be empty) and end at T or before: rows from the last offset on are zero in the output and in all gradients.
         cu_seqlens_cpu: the same in host memory, which saves copying it there; used when given.
-        cp_context: context parallelism; not available yet.
+        cp_context: flash-linear-attention's name for ``cp``, what ``gdn.parallel.build_cp_context`` returns; ``cu_seqlens`` are not looked at.
+        cp: context parallelism, where tokens lie on several ranks: a ``gdn.parallel.ContextParallel``, or what its ``bind`` returns. The token
+            tensors are this rank's, the plan says which documents they belong to, ``cu_seqlens`` is None. States are [N, HV, K, V] for the N
+            documents of all ranks (for the batch if there is one document): of initial_state a rank reads the rows of documents that begin
+            on it; of final_state it fills those of documents that end on it, the others are zero. Gradients of initial_state, A_log and
+            dt_bias are this rank's part: their sum over the ranks is the whole. Options and which arguments are given must agree on all ranks.
         chunk_size: 16, 32 or 64; does not change the result beyond rounding, and this library picks its own.
         chunk_indices: accepted for compatibility; how the work is cut up follows from ``cu_seqlens``.
         transpose_state_layout: old name of ``state_v_first``.
@@ -96,8 +102,9 @@ def chunk_kda(
     Raises:
         ValueError: a shape, dtype, offset or combination of arguments is wrong; the message names it.
         AssertionError: ``return_intermediate_states`` where it cannot be.
-        NotImplementedError: context parallelism, or a device that no backend serves.
+        NotImplementedError: a device that no backend serves.
         MemoryError: no memory for scratch.
+        RuntimeError: ``cp``: another rank failed.
     """
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"chunk_size is {chunk_size}, expected 16, 32 or 64")
@@ -107,10 +114,21 @@ def chunk_kda(
         if not torch.is_inference_mode_enabled():
             raise AssertionError("return_intermediate_states is set outside torch.inference_mode(); states have no gradients")
     A_log, dt_bias, bound = settle_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate, q, v)
-    if (cp_context is not None or head_first or transpose_state_layout is not None or backend is not None or scale is not None
+    if cp_context is not None:
+        cp, cu_seqlens, cu_seqlens_cpu = _context(cp_context, cp, initial_state, output_final_state), None, None
+    if (head_first or transpose_state_layout is not None or backend is not None or scale is not None
             or cu_seqlens is not None or cu_seqlens_cpu is not None):
-        scale, state_v_first, cu_seqlens = _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, transpose_state_layout,
+        scale, state_v_first, cu_seqlens = _settle(q, scale, state_v_first, cu_seqlens, cu_seqlens_cpu, None, transpose_state_layout,
                                                    head_first or None, backend)
+    if cp is not None:
+        from .parallel.delta_rule import KDA, run  # torch.distributed is not imported without need
+
+        if return_intermediate_states:
+            raise ValueError("return_intermediate_states is set, which cp does not go with")
+        tensors = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
+        numbers = dict(scale=scale or 0.0, qk_l2norm=use_qk_l2norm_in_kernel, gate=use_gate_in_kernel, lower_bound=bound,
+                       beta_sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval)
+        return run(KDA, cp, tensors, numbers, cu_seqlens, output_final_state, state_v_first)
     o, final_state, _, h = _fwd(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, scale or 0.0, use_qk_l2norm_in_kernel, use_gate_in_kernel, bound,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, output_final_state, False, return_intermediate_states)

@@ -122,10 +122,11 @@ def test_head_first_was_removed(function):
             function(**tensors(), head_first=value)
 
 
-@both
-def test_context_parallelism_is_refused(function):
+def test_context_parallelism_is_refused():
     with pytest.raises(NotImplementedError, match="cp_context"):
-        function(**tensors(), cp_context=object())
+        gdn.fused_recurrent_gated_delta_rule(**tensors(), cp_context=object())
+    with pytest.raises(ValueError, match="cp_context is object, expected what build_cp_context returns"):
+        gdn.chunk_gated_delta_rule(**tensors(), cp_context=object())
 
 
 @both

@@ -8,12 +8,13 @@ Each rank passes its own tokens and gets their outputs and gradients, which are 
 sequences that are not packed and equally long on all ranks.
 """
 
-from .checkpoint import checkpoint
+from .context import FLACPContext, build_cp_context
 from .convolution import causal_conv1d, halo
 from .cost import Machine
 from .executor import ContextParallel
 from .plan import SequencePlan
 from .protocols import all_gather, auto, automatic, grouped, hybrid, p2p, recursive_doubling, ulysses
+from .recompute import checkpoint
 
-__all__ = ["ContextParallel", "Machine", "SequencePlan", "all_gather", "auto", "automatic", "causal_conv1d", "checkpoint", "grouped", "halo",
-           "hybrid", "p2p", "recursive_doubling", "ulysses"]
+__all__ = ["ContextParallel", "FLACPContext", "Machine", "SequencePlan", "all_gather", "auto", "automatic", "build_cp_context",
+           "causal_conv1d", "checkpoint", "grouped", "halo", "hybrid", "p2p", "recursive_doubling", "ulysses"]

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from .checkpoint import kept
+from .recompute import kept
 
 
 def halo(x, rows, cp):

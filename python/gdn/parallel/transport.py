@@ -78,12 +78,12 @@ class Transport:
 
     def gather(self, tensor):
         """[size, ...]: the tensors of all ranks; a collective."""
-        made = tensor.new_empty(self.size, *tensor.shape)
+        made = tensor.new_empty(self.size * tensor.numel())
         self.traffic.collectives += 1
         self.traffic.collective_bytes += tensor.numel() * tensor.element_size()
         with self._explained("gathering from", tuple(range(self.size))):
-            dist.all_gather_into_tensor(made, tensor, group=self.group)
-        return made
+            dist.all_gather_into_tensor(made, tensor.contiguous().view(-1), group=self.group)
+        return made.view(self.size, *tensor.shape)
 
     def agree(self, what, value):
         """Raises on every rank where one brought another value; a collective. ``what`` names it."""

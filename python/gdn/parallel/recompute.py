@@ -1,6 +1,5 @@
 """Activation checkpointing that keeps what came from other ranks, so that computing again does not communicate again."""
 
-from contextlib import contextmanager
 from threading import local
 
 import torch.utils.checkpoint
@@ -19,29 +18,29 @@ kept = _Kept()
 
 
 class _Memo:
-    def __init__(self):
-        self.received = []
+    """A context, which may be entered again and again, in which calls record what they receive, or replay it in the same order."""
+
+    def __init__(self, received, replay):
+        self.received, self.replay = received, replay
+
+    def __enter__(self):
+        self.outer, kept.memo, self.next = kept.memo, self, 0
+
+    def __exit__(self, *exception):
+        kept.memo = self.outer
 
     def get(self, receive):
-        if self.position is None:
+        if not self.replay:
             self.received.append(receive())
             return self.received[-1]
-        self.position += 1
-        return self.received[self.position - 1]
-
-    @contextmanager
-    def within(self, position):
-        outer, kept.memo, self.position = kept.memo, self, position
-        try:
-            yield
-        finally:
-            kept.memo = outer
+        self.next += 1
+        return self.received[self.next - 1]
 
 
 def checkpoint(function, *args, **keywords):
     """``torch.utils.checkpoint.checkpoint`` (without reentrance) for functions that contain calls with ``cp=``: the states and halos that they
     receive, some [B, HV, K, V] a call, are kept, and the forward in the backward uses them instead of asking other ranks again. What Ulysses
     exchanges are activations, which are exchanged again."""
-    memo = _Memo()
+    received = []
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False,
-                                             context_fn=lambda: (memo.within(None), memo.within(0)), **keywords)
+                                             context_fn=lambda: (_Memo(received, False), _Memo(received, True)), **keywords)
