@@ -36,6 +36,10 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
+def nothing(x, rows):
+    return x.new_zeros(x.shape[0], rows, x.shape[2])
+
+
 class Mixer(nn.Module):
     """Gated DeltaNet: projections, a short causal convolution, the delta rule, a gated norm."""
 
@@ -52,12 +56,12 @@ class Mixer(nn.Module):
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.norm = RMSNorm(head_dim)
         self.out = nn.Linear(inner, dim, bias=False)
+        self.before = nothing  # the inputs of the convolution that come before the first; lm_parallel.py has them on other ranks
 
     def forward(self, x, rule, state):
         """state: None where nothing came before and nothing will follow, else (last inputs of the convolution, delta rule's state or None)."""
-        B, T, _ = x.shape
         qkv, z, g, beta = self.project(x).split(self.sizes, -1)
-        recent, S = state or (qkv.new_zeros(B, WINDOW - 1, qkv.shape[-1]), None)
+        recent, S = state or (self.before(qkv, WINDOW - 1), None)
         padded = torch.cat((recent, qkv), 1)
         mixed = F.silu(F.conv1d(padded.mT, self.conv, groups=qkv.shape[-1])).mT
         q, k, v = mixed.unflatten(2, (3, self.heads, self.head_dim)).unbind(2)
