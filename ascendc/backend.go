@@ -48,9 +48,12 @@ type path struct {
 
 // paths lists the ways to run each operator, the first that can is taken. All of them are made of vendors' operators.
 var paths = map[string][]*path{
-	"fwd":           {flaForward, flaStagesForward, stockForward},
-	"bwd":           {flaBackward, flaStagesBackward},
-	"recurrent_fwd": {flaRecurrent, stockRecurrent},
+	"fwd":               {flaForward, flaStagesForward, stockForward},
+	"bwd":               {flaBackward, flaStagesBackward},
+	"recurrent_fwd":     {flaRecurrent, stockRecurrent},
+	"kda_fwd":           {kdaForward, kdaOldForward},
+	"kda_bwd":           {kdaBackward},
+	"kda_recurrent_fwd": {kdaRecurrent},
 }
 
 // choose finds the path of a call, or says for each one why not.

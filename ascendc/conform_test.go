@@ -60,14 +60,14 @@ func TestStockForward(t *testing.T) {
 	d.settled()
 }
 
-func TestStockRecurrent(t *testing.T) { recurrent(t, flaRecurrent) }
-func TestFLARecurrent(t *testing.T)   { recurrent(t, stockRecurrent) }
+func TestStockRecurrent(t *testing.T) { recurrent(t, flaRecurrent, "") }
+func TestFLARecurrent(t *testing.T)   { recurrent(t, stockRecurrent, "") }
 
-func recurrent(t *testing.T, not *path) {
+func recurrent(t *testing.T, not *path, family conform.Family) {
 	d := newNPU(t)
 	defer only(t, not)()
 	list := chunkCases(core.BF16, testing.Short(), func(c *conform.Case) {
-		c.Recurrent, c.GK = true, c.Skew%2 == 0
+		c.Recurrent, c.Family, c.GK = true, family, c.Skew%2 == 0 && family == ""
 		c.T = min(c.T, 8)
 		if c.Cu != nil {
 			last := 0
@@ -78,7 +78,9 @@ func recurrent(t *testing.T, not *path) {
 			c.T = last + c.T%3
 		}
 		if c.Skew%3 == 0 {
-			c.K, c.V = 64, 96
+			if c.K, c.V = 64, 96; family == kda {
+				c.K, c.V = 128, 256
+			}
 		}
 		c.Unwanted = append(c.Unwanted, "tape")
 	})
@@ -108,12 +110,69 @@ func TestFLAStages(t *testing.T) {
 	d.settled()
 }
 
+const kda conform.Family = "kda_"
+
+// bounded gives the gate from a lower bound, which is what backward there is takes.
+func bounded(c *conform.Case) {
+	c.Family, c.Dht = kda, false
+	if c.Flags == nil {
+		c.Flags = map[string]float64{}
+	}
+	c.Flags["gate"], c.Flags["lower_bound"], c.Bias = 1, -5, c.Skew%2 == 0
+	switch c.Skew % 4 {
+	case 1:
+		c.Flags["qk_l2norm"] = 1
+	case 2:
+		c.Flags["qk_l2norm"], c.Flags["beta_sigmoid"] = 1, 1
+	case 3:
+		c.Flags["beta_sigmoid"], c.Flags["neg_eigval"] = 1, 1
+	}
+	if c.Gate == "none" {
+		c.Gate = ""
+	}
+	if c.Beta == "none" {
+		delete(c.Flags, "beta_sigmoid")
+		delete(c.Flags, "neg_eigval")
+	}
+}
+
+func TestKDA(t *testing.T) {
+	d := newNPU(t)
+	d.chip("Ascend950PR_9599")
+	conform.RunOn(t, d, chunkCases(core.BF16, testing.Short(), bounded), true)
+	d.chip("Ascend910B2")
+	conform.RunOn(t, d, chunkCases(core.BF16, testing.Short(), func(c *conform.Case) {
+		c.Family = kda
+		if c.Skew%3 == 0 && c.Gate != "none" {
+			c.Flags, c.Bias = map[string]float64{"gate": 1}, true // the other gate
+		}
+	}), false)
+	d.settled()
+}
+
+func TestKDAOlder(t *testing.T) {
+	d := newNPU(t)
+	defer only(t, kdaForward)()
+	for _, kind := range []core.DType{core.BF16, core.F16} {
+		conform.RunOn(t, d, chunkCases(kind, testing.Short(), func(c *conform.Case) {
+			c.Family = kda
+			c.Unwanted = append(c.Unwanted, "h")
+			if c.Skew%4 == 0 {
+				c.K, c.V = 64, 64
+			}
+		}), false)
+	}
+	d.settled()
+}
+
+func TestKDARecurrent(t *testing.T) { recurrent(t, nil, kda) }
+
 // TestOldGeneration repeats them on CANN 8.3 with fla-npu as of August 2026: fewer symbols, other argument lists and layouts.
 func TestOldGeneration(t *testing.T) {
 	if old() {
 		t.Skip("this is it")
 	}
-	for _, test := range []string{"TestStockRecurrent", "TestFLARecurrent", "TestFLAStages"} {
+	for _, test := range []string{"TestStockRecurrent", "TestFLARecurrent", "TestFLAStages", "TestKDAOlder", "TestKDARecurrent"} {
 		t.Run(test, func(t *testing.T) { again(t, test, "GDN_TEST_CANN=cann-old") })
 	}
 }

@@ -12,7 +12,6 @@ import (
 var (
 	stockChunk    = &opName{"ChunkGatedDeltaRule", stock}
 	stockStep     = &opName{"RecurrentGatedDeltaRule", stock}
-	chunkFwdH     = &opName{"ChunkFwdH", fla}
 	flaFwd        = &opName{"ChunkGatedDeltaRuleFwd", fla}
 	flaBwd        = &opName{"ChunkGatedDeltaRuleBwd", fla}
 	flaStep       = &opName{"RecurrentGatedDeltaRule", fla}
@@ -198,9 +197,9 @@ const stepMost = 8
 
 var (
 	stockRecurrent = &path{what: "aclnnRecurrentGatedDeltaRule of CANN", needs: []*opName{stockStep, inplaceCopy, inplaceOne},
-		refuse: refuseStep(512), run: func(r *run) { r.step(stockStep, core.BF16, false) }}
+		refuse: func(a *acl, c *core.Call) string { return firstOf(refuseStep(512)(a, c), refuseFused(c)) }, run: func(r *run) { r.step(stockStep, core.BF16, false) }}
 	flaRecurrent = &path{what: "aclnnRecurrentGatedDeltaRule of fla-npu", needs: []*opName{flaStep, inplaceCopy, inplaceOne},
-		refuse: refuseStep(128), run: func(r *run) { r.step(flaStep, core.F32, true) }}
+		refuse: func(a *acl, c *core.Call) string { return firstOf(refuseStep(128)(a, c), refuseFused(c)) }, run: func(r *run) { r.step(flaStep, core.F32, true) }}
 )
 
 func refuseStep(most int64) func(a *acl, c *core.Call) string {
@@ -215,7 +214,7 @@ func refuseStep(most int64) func(a *acl, c *core.Call) string {
 		switch {
 		case c.Has("tape"):
 			return "it has no backward, so a forward that saves for one cannot use it"
-		case c.Has("gv"):
+		case c.Op.Name == "recurrent_fwd" && c.Has("gv"):
 			return "it has no decay per value channel (gv)"
 		case longest > stepMost:
 			return fmt.Sprintf("a sequence has %d tokens, and it takes up to %d", longest, stepMost)
@@ -224,7 +223,7 @@ func refuseStep(most int64) func(a *acl, c *core.Call) string {
 		case c.Size("K") > most || c.Size("V") > most:
 			return fmt.Sprintf("K is %d and V %d, and it takes up to %d", c.Size("K"), c.Size("V"), most)
 		}
-		return firstOf(refuseInputs(c, core.BF16), refuseFused(c))
+		return refuseInputs(c, core.BF16)
 	}
 }
 

@@ -51,6 +51,7 @@ var known = map[string][]variant{
 	"ChunkGatedDeltaRuleFwd":    {{t("T8 L2 s d i b4 T10"), "new"}, {t("T8 L2 s d i b3 T10"), "without norm"}},
 	"ChunkGatedDeltaRuleBwd":    {{t("T14 L2 s d i b5 T8"), ""}},
 	"ChunkFwdH":                 {{t("T6 b i b L2 b2 T3"), ""}},
+	"ChunkKdaFwd":               {{t("T8 L2 s d i b d b2 T11"), ""}},
 	"ChunkKdaFwdPrepare":        {{t("T7 L2 s d i d b5 d b T13"), ""}},
 	"ChunkKdaFwdFinalize":       {{t("T4 L2 s b T"), ""}},
 	"ChunkKdaBwdPrepare":        {{t("T4 L2 d i b T3"), ""}},
