@@ -16,7 +16,7 @@ test quick demo: export GOMP_SPINCOUNT ?= 1000
 .PHONY: help lib cann gen test test-npu quick demo bench check asan arm64 wheel clean
 
 help: ## this list
-	@awk -F ': .*## ' '/^[a-z0-9]+: .*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ': .*## ' '/^[a-z0-9-]+: .*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'PYTHON=/path/python uses an environment with torch; TORCH="torch --index-url ..." picks the build that .venv gets'
 
 lib: $(OUT)/libgdn.so ## build/out/libgdn.so

@@ -475,7 +475,8 @@ EXPORT int aclnnChunkKdaBwdFinalizeGetWorkspaceSize(T q, T k, T v, T gk, T rawG,
 	if (!o->status)
 		size(o, "HVK", dim(o, "HV") * dim(o, "K"));
 	in(o, "aLog", aLog, "HV", F32 | BF16);
-	arg(o, IN, 1, "dtBias", dtBias, "HV K", dtBias && fake_is(dtBias, TENSOR) && dtBias->rank == 2 ? "HV K" : "HVK", F32);
+	const char *bias = dtBias && fake_is(dtBias, TENSOR) && dtBias->rank == 2 ? "HV K" : "HVK";
+	in(o, "dtBias", dtBias, bias, F32);
 	HEADS("akk", akk, "B HV T C", DATA);
 	HEADS("vNew", vNew, "B HV T V", DATA);
 	sequences(o, cuSeqlens, chunkIndices, chunkSize, BOTH);
@@ -499,7 +500,7 @@ EXPORT int aclnnChunkKdaBwdFinalizeGetWorkspaceSize(T q, T k, T v, T gk, T rawG,
 	HEADS("dG", dG, "B HV T K", F32);
 #undef HEADS
 	out(o, "dALog", dALog, "HV", F32);
-	arg(o, OUT, 1, "dDtBias", dDtBias, "HV K", dtBias && !o->status && dtBias->rank == 2 ? "HV K" : "HVK", F32);
+	out(o, "dDtBias", dDtBias, bias, F32);
 	only_950(o, "");
 	number(o, "scale", scale);
 	number(o, "unit", useExp2 ? LN2 : 1);

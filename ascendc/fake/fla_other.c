@@ -114,7 +114,7 @@ static double activated(double x, int mode) {
 
 // z_t = bias + sum_i w_i x_(t-W+1+i); rows before the first come from the state, whose last row is the newest. D channels.
 static int run_conv(Op *o) {
-	int64_t W = dim(o, "W"), D = dim(o, "D"), tokens = dim(o, "T"), states = dim(o, "stateLen"), heads = (int64_t)value(o, "heads");
+	int64_t W = dim(o, "W"), D = dim(o, "D"), tokens = dim(o, "T"), states = dim(o, "rows"), heads = (int64_t)value(o, "heads");
 	double *x = get(o, "x"), *w = get(o, "weight"), *bias = get(o, "bias"), *pool = get(o, "convStates"), *y = get(o, "y"), *row = scratch(D);
 	for (int s = 0; s < o->nsequences; s++) {
 		const Sequence *q = &o->sequences[s];
@@ -162,10 +162,10 @@ static int conv(T x, T weight, T bias, T convStates, int states_needed, L starts
 		size(o, "B", 1);
 	in(o, "weight", weight, "W D", DATA);
 	opt(o, "bias", bias, "D", DATA);
-	arg(o, IN_OUT, states_needed, "convStates", convStates, "slots stateLen D", 0, DATA);
+	arg(o, IN_OUT, states_needed, "convStates", convStates, "slots rows D", 0, DATA);
 	ONE_OF(o, "W", 2, 3, 4);
 	need(o, o->status || dim(o, "D") % 16 == 0, "%ld channels, expected a multiple of 16", dim(o, "D"));
-	need(o, o->status || !convStates || dim(o, "stateLen") == dim(o, "W") - 1, "states of %ld rows, this fake has them with W-1", dim(o, "stateLen"));
+	need(o, o->status || !convStates || dim(o, "rows") == dim(o, "W") - 1, "states of %ld rows, this fake has them with W-1", dim(o, "rows"));
 	need(o, runMode == 0 || runMode == 1, "runMode is %ld, expected 0 or 1", runMode);
 	need(o, runMode == 0 || convStates, "runMode 1 without convStates");
 	need(o, !accepted, "numAcceptedTokens is not part of this fake");

@@ -179,11 +179,16 @@ void arg(Op *o, Role role, int required, const char *name, T t, const char *size
 	}
 	a->view = *t;
 	a->view.rank = rank;
+	int placed = 0;
 	for (int i = 0; i < rank; i++) {
 		a->view.dims[i] = 1, a->view.strides[i] = 0;
 		for (int j = 0; j < own; j++)
 			if (!strcmp(words[i], have[j]))
-				a->view.dims[i] = t->dims[j], a->view.strides[i] = t->strides[j];
+				a->view.dims[i] = t->dims[j], a->view.strides[i] = t->strides[j], placed++;
+	}
+	if (placed != own) {
+		fprintf(stderr, "fake CANN: %s: the letters of %s, \"%s\", lack some of \"%s\"\n", o->name, name, sizes, stored);
+		abort();
 	}
 	a->count = elements(&a->view);
 }
