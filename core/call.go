@@ -387,7 +387,7 @@ func (c *Call) bindSizes(p *plan) *Error {
 
 func (c *Call) deriveSizes(p *plan) *Error {
 	for i, e := range p.derived {
-		n, ok := e.eval(&c.Sizes)
+		n, ok := e.eval(&c.Sizes, &c.Ints)
 		if !ok {
 			return c.invalid("%s = %s is more than memory can hold", c.Op.Derived[i].Name, c.Op.Derived[i].Expr)
 		}

@@ -9,7 +9,7 @@ import (
 type expr []instr
 
 type instr struct {
-	op    byte // 's' a size, 'c' a constant, '+', '*', '/'
+	op    byte // 's' a size, 'n' an integer of the call, 'c' a constant, '+', '*', '/'
 	value int64
 }
 
@@ -23,14 +23,18 @@ func mul(a, b int64) (product int64, ok bool) {
 }
 
 // eval is false where a size is too large to be one, or a divisor is 0.
-func (e expr) eval(sizes *[MaxSizes]int64) (int64, bool) {
+func (e expr) eval(sizes *[MaxSizes]int64, ints *[MaxNumbers]int64) (int64, bool) {
 	var stack [16]int64
 	top := -1
 	for _, in := range e {
-		if in.op == 's' || in.op == 'c' {
+		switch in.op {
+		case 's', 'n', 'c':
 			top++
-			if stack[top] = in.value; in.op == 's' {
+			stack[top] = in.value
+			if in.op == 's' {
 				stack[top] = sizes[in.value]
+			} else if in.op == 'n' {
+				stack[top] = ints[in.value]
 			}
 			continue
 		}
@@ -57,8 +61,8 @@ func (e expr) eval(sizes *[MaxSizes]int64) (int64, bool) {
 
 // parseExpr understands sums of products of names, integers and parentheses; // is integer division, as in Python. A wrong expression
 // is a wrong table, hence the panic.
-func parseExpr(text string, names []string) expr {
-	p := exprParser{text: text, names: names}
+func parseExpr(text string, names []string, numbers []NumberArg) expr {
+	p := exprParser{text: text, names: names, numbers: numbers}
 	p.sum()
 	if p.pos != len(text) || p.depth > 16 {
 		panic("core: size expression not understood: " + text)
@@ -70,6 +74,7 @@ type exprParser struct {
 	text       string
 	pos        int
 	names      []string
+	numbers    []NumberArg
 	out        expr
 	now, depth int // values on the stack here, and at most
 }
@@ -124,12 +129,18 @@ func (p *exprParser) factor() {
 		p.emit('c', n)
 		return
 	}
+	for i := range p.numbers {
+		if n := &p.numbers[i]; n.Name == word && !n.Float && n.Min >= 0 && n.Max <= maxSize {
+			p.emit('n', int64(i))
+			return
+		}
+	}
 	p.emit('s', int64(mustIndex(p.names, word, p.text)))
 }
 
 func (p *exprParser) emit(op byte, value int64) {
 	p.out = append(p.out, instr{op, value})
-	if op == 's' || op == 'c' {
+	if op == 's' || op == 'n' || op == 'c' {
 		p.now++
 		p.depth = max(p.depth, p.now)
 	} else {

@@ -6,7 +6,7 @@ import (
 )
 
 func TestExpr(t *testing.T) {
-	names := []string{"A", "B"}
+	names, numbers := []string{"A", "B"}, []NumberArg{{Name: "x", Float: true}, {Name: "n", Max: 9}, {Name: "low", Min: -1}}
 	for _, test := range []struct {
 		text string
 		a, b int64
@@ -22,14 +22,15 @@ func TestExpr(t *testing.T) {
 		{"A+B", maxSize, 1, 0, false},
 		{"A*B", 1 << 62, 0, 0, true},
 		{"A//B", 1, 0, 0, false},
+		{"A*n + 1", 2, 0, 15, true},
 	} {
-		got, ok := parseExpr(test.text, names).eval(&[MaxSizes]int64{test.a, test.b})
+		got, ok := parseExpr(test.text, names, numbers).eval(&[MaxSizes]int64{test.a, test.b}, &[MaxNumbers]int64{0, 7})
 		if ok != test.ok || ok && got != test.want {
 			t.Errorf("%s with A=%d B=%d: %d, %v", test.text, test.a, test.b, got, ok)
 		}
 	}
-	for _, text := range []string{"", "A+", "(A", "A)", "C", "A B", "A-B", "A/B"} {
-		if !panics(func() { parseExpr(text, names) }) {
+	for _, text := range []string{"", "A+", "(A", "A)", "C", "A B", "A-B", "A/B", "x", "low"} {
+		if !panics(func() { parseExpr(text, names, numbers) }) {
 			t.Errorf("%q is taken for an expression", text)
 		}
 	}

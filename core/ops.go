@@ -65,7 +65,7 @@ type NumberArg struct {
 	Doc      string
 }
 
-// Derived is a size that follows from others; Expr knows + * // ( ) and integers, and is Python as it stands.
+// Derived is a size that follows from others and from the call's integers; Expr knows + * // ( ) and constants, and is Python as it stands.
 type Derived struct{ Name, Expr string }
 
 // Limits of a Call. They are array sizes of a fixed struct, so that decoding allocates nothing.

@@ -53,15 +53,20 @@ func (op *Op) compiled() *plan {
 	return op.plan
 }
 
-// Derive adds the derived sizes to those of the letters, of which absent ones are 0; ok is false where one is too large to be a size.
+// Derive adds the derived sizes to those of the letters, of which absent ones are 0; ok is false where one is too large to be a size. The
+// numbers that they count on are in the map too.
 func (op *Op) Derive(sizes map[string]int64) (ok bool) {
 	var s [MaxSizes]int64
+	var ints [MaxNumbers]int64
+	for i := range op.Numbers {
+		ints[i] = sizes[op.Numbers[i].Name]
+	}
 	p := op.compiled()
 	for i, letter := range Letters {
 		s[i] = sizes[letter]
 	}
 	for i, e := range p.derived {
-		n, ok := e.eval(&s)
+		n, ok := e.eval(&s, &ints)
 		if !ok {
 			return false
 		}
@@ -75,7 +80,7 @@ func (op *Op) Derive(sizes map[string]int64) (ok bool) {
 func newPlan(op *Op) *plan {
 	p := &plan{symbol: "gdn_" + op.Name, sizes: append([]string(nil), Letters...), offsets: -1, vFirst: -1}
 	for i := range op.Derived {
-		p.derived = append(p.derived, parseExpr(op.Derived[i].Expr, p.sizes))
+		p.derived = append(p.derived, parseExpr(op.Derived[i].Expr, p.sizes, op.Numbers))
 		p.sizes = append(p.sizes, op.Derived[i].Name)
 	}
 	for i := range op.Numbers {

@@ -859,6 +859,197 @@ static inline int64_t gdn_summary_compose_bwd_VK(int64_t B, int64_t HV, int64_t 
 	return V+K;
 }
 
+// Gates standing alone: the softplus gate of Gated DeltaNet and Kimi Delta Attention, the bounded gate, sigmoid
+// for beta, and cumulative sums in chunks of those or of log decays.
+typedef struct gdn_gate_fwd_args {
+	uint32_t size;     // sizeof(gdn_gate_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T HV K] float. Raw gate, or log decay with gate 0; K is 1 where a head has one gate
+	const DLTensor *g;
+	// In, optional: [HV] float. Log of the amplitude a; NULL: a is 1
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV K] float32, or float64 if g is. The gate; a softplus that underflows gives 0 whatever the
+	// amplitude
+	DLTensor *y;
+	// 0 to 2: 0: y = g; 1: y = -a softplus(g + dt_bias); 2: y = bound sigmoid(a (g + dt_bias))
+	int64_t gate;
+	// gate 2: the lower bound of a decay, or the upper one of a beta
+	double bound;
+	// 0 to 1099511627776: 0: no sum; C: y becomes its cumulative sum in each C tokens of a sequence, counted from
+	// the sequence's first
+	int64_t chunk;
+	// 0 or 1: the sum runs from a chunk's last token to its first
+	int64_t reverse;
+	// factor of y; 0 stands for 1
+	double scale;
+} gdn_gate_fwd_args;
+
+int32_t gdn_gate_fwd(const gdn_gate_fwd_args *args);
+
+// Gradients of gdn_gate_fwd.
+typedef struct gdn_gate_bwd_args {
+	uint32_t size;     // sizeof(gdn_gate_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T HV K] float. Raw gate, or log decay with gate 0; K is 1 where a head has one gate
+	const DLTensor *g;
+	// In, optional: [HV] float. Log of the amplitude a; NULL: a is 1
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// In: [B T HV K] float. Gradient of y
+	const DLTensor *dout;
+	// Out: [B T HV K] as g. Gradient of g
+	DLTensor *dg;
+	// Out, optional, only with A_log: [HV] float32, or float64 if g is. Gradient of A_log
+	DLTensor *dA_log;
+	// Out, optional, only with dt_bias: [HV K] float32, or float64 if g is. Gradient of dt_bias
+	DLTensor *ddt_bias;
+	// 0 to 2: 0: y = g; 1: y = -a softplus(g + dt_bias); 2: y = bound sigmoid(a (g + dt_bias))
+	int64_t gate;
+	// gate 2: the lower bound of a decay, or the upper one of a beta
+	double bound;
+	// 0 to 1099511627776: 0: no sum; C: y becomes its cumulative sum in each C tokens of a sequence, counted from
+	// the sequence's first
+	int64_t chunk;
+	// 0 or 1: the sum runs from a chunk's last token to its first
+	int64_t reverse;
+	// factor of y; 0 stands for 1
+	double scale;
+} gdn_gate_bwd_args;
+
+int32_t gdn_gate_bwd(const gdn_gate_bwd_args *args);
+
+// Rows divided by a root of their squares, with weight and output gate: y = x / sqrt(sum or mean of x^2 + eps)
+// weight act(z). l2norm and gated RMSNorm.
+typedef struct gdn_norm_fwd_args {
+	uint32_t size;     // sizeof(gdn_norm_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Rows of K numbers
+	const DLTensor *x;
+	// In, optional: [K] float. Factors of the normalised numbers; NULL: ones
+	const DLTensor *weight;
+	// In, optional: [B T H K] float. Output gate, where activation is not 0
+	const DLTensor *z;
+	// Out: [B T H K] as x. Output
+	DLTensor *y;
+	// added under the root, not negative
+	double eps;
+	// 0 or 0: the root of the sum of squares (l2norm); 1: of their mean (RMSNorm)
+	int64_t mean;
+	// 0 to 2: of z: 0: no z; 1: z sigmoid(z); 2: sigmoid(z)
+	int64_t activation;
+} gdn_norm_fwd_args;
+
+int32_t gdn_norm_fwd(const gdn_norm_fwd_args *args);
+
+// Gradients of gdn_norm_fwd.
+typedef struct gdn_norm_bwd_args {
+	uint32_t size;     // sizeof(gdn_norm_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Rows of K numbers
+	const DLTensor *x;
+	// In, optional: [K] float. Factors of the normalised numbers; NULL: ones
+	const DLTensor *weight;
+	// In, optional: [B T H K] float. Output gate, where activation is not 0
+	const DLTensor *z;
+	// In: [B T H K] float. Gradient of y
+	const DLTensor *dout;
+	// Out: [B T H K] as x. Gradient of x
+	DLTensor *dx;
+	// Out, optional, only with weight: [K] float32, or float64 if x is. Gradient of weight
+	DLTensor *dweight;
+	// Out, optional, only with z: [B T H K] as z. Gradient of z
+	DLTensor *dz;
+	// added under the root, not negative
+	double eps;
+	// 0 or 0: the root of the sum of squares (l2norm); 1: of their mean (RMSNorm)
+	int64_t mean;
+	// 0 to 2: of z: 0: no z; 1: z sigmoid(z); 2: sigmoid(z)
+	int64_t activation;
+} gdn_norm_bwd_args;
+
+int32_t gdn_norm_bwd(const gdn_norm_bwd_args *args);
+
+// Depthwise causal convolution: z_t = bias + sum over taps of weight[:,w] x_{t-(W-1-w)*dilation}, y = z or
+// silu(z), plus residual.
+typedef struct gdn_conv_fwd_args {
+	uint32_t size;     // sizeof(gdn_conv_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T D] float. Input, any strides; channels that lie side by side are fastest
+	const DLTensor *x;
+	// In: [D W] float. A filter for each channel, the last tap for the token itself
+	const DLTensor *weight;
+	// In, optional: [D] float. NULL: 0
+	const DLTensor *bias;
+	// In, optional: [B T D] as x. Added to the activated output; its gradient is dout
+	const DLTensor *residual;
+	// In, optional: [N D S] float. The S inputs before each sequence's first, the latest last: the end of the
+	// sequence so far, or the halo from the shard before; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T D] as x. Output
+	DLTensor *y;
+	// Out, optional: [N D S] as x. The last S inputs of each sequence, those of initial_state counted: the
+	// initial_state of what follows
+	DLTensor *final_state;
+	// 0 or 1: y = z sigmoid(z)
+	int64_t silu;
+	// 1 to 1048576: tokens from tap to tap
+	int64_t dilation;
+	// 0 to 1048576: S of the states, at least (W-1)*dilation where there is one
+	int64_t state_len;
+} gdn_conv_fwd_args;
+
+int32_t gdn_conv_fwd(const gdn_conv_fwd_args *args);
+
+// Gradients of gdn_conv_fwd.
+typedef struct gdn_conv_bwd_args {
+	uint32_t size;     // sizeof(gdn_conv_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T D] float. Input, any strides; channels that lie side by side are fastest
+	const DLTensor *x;
+	// In: [D W] float. A filter for each channel, the last tap for the token itself
+	const DLTensor *weight;
+	// In, optional: [D] float. NULL: 0
+	const DLTensor *bias;
+	// In, optional: [N D S] float. The S inputs before each sequence's first, the latest last: the end of the
+	// sequence so far, or the halo from the shard before; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// In: [B T D] float. Gradient of y
+	const DLTensor *dout;
+	// In, optional: [N D S] float. Gradient of final_state; NULL: 0
+	const DLTensor *dht;
+	// Out: [B T D] as x. Gradient of x
+	DLTensor *dx;
+	// Out, only with weight: [D W] float32, or float64 if x is. Gradient of weight
+	DLTensor *dweight;
+	// Out, optional, only with bias: [D] float32, or float64 if x is. Gradient of bias
+	DLTensor *dbias;
+	// Out, optional, only with initial_state: [N D S] float32, or float64 if x is. Gradient of initial_state
+	DLTensor *dh0;
+	// 0 or 1: y = z sigmoid(z)
+	int64_t silu;
+	// 1 to 1048576: tokens from tap to tap
+	int64_t dilation;
+	// 0 to 1048576: S of the states, at least (W-1)*dilation where there is one
+	int64_t state_len;
+} gdn_conv_bwd_args;
+
+int32_t gdn_conv_bwd(const gdn_conv_bwd_args *args);
+
 // Frame GDN's scan: S <- S W + U and z <- Wz z + uz for each frame.
 typedef struct gdn_frame_fwd_args {
 	uint32_t size;     // sizeof(gdn_frame_fwd_args)

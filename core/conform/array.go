@@ -38,6 +38,7 @@ const (
 	reversed  layout = "reversed"     // the second dimension runs backwards
 	broadcast layout = "broadcast"    // one copy for all heads
 	expanded  layout = "expanded"     // one number for all elements
+	across    layout = "columns"      // the last two dimensions exchanged in memory
 )
 
 // fence is what surrounds an array.
@@ -61,6 +62,9 @@ func newArray(t testing.TB, name string, dtype core.DType, shape []int64, lie la
 	}
 	if lie == heads && len(shape) > 2 {
 		order[1], order[2] = 2, 1
+	}
+	if n := len(shape); lie == across && n > 1 {
+		order[n-2], order[n-1] = n-1, n-2
 	}
 	step := int64(1)
 	if lie == gaps {

@@ -42,7 +42,7 @@ type draw func(r *rand.Rand, i int) float64
 
 // plainCases lists the cases of all families.
 func plainCases(short bool) []*solo {
-	return slices.Concat(summaryCases(short), frameCases(short))
+	return slices.Concat(gateCases(short), convCases(short), summaryCases(short), frameCases(short))
 }
 
 // everywhere turns one case into its variants: all dtypes, all layouts, guard pages. short keeps a few.
@@ -147,6 +147,9 @@ func (c *solo) sizes(op *core.Op) map[string]int64 {
 	}
 	if c.Cu != nil {
 		size["N"] = int64(len(c.Cu) - 1)
+	}
+	for name, x := range c.Numbers {
+		size[name] = int64(x)
 	}
 	op.Derive(size)
 	return size

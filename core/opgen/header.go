@@ -2,6 +2,8 @@ package main
 
 import (
 	"fmt"
+	"regexp"
+	"slices"
 	"strings"
 
 	"libgdn/core"
@@ -151,10 +153,15 @@ func writeSizes(b *strings.Builder, op *core.Op) {
 		for i := range op.Tensors {
 			used = used || strings.Contains(" "+op.Tensors[i].Dims+" ", " "+d.Name+" ")
 		}
-		if !used {
+		if !used || slices.ContainsFunc(op.Numbers, func(a core.NumberArg) bool { return a.Name == d.Expr }) { // a number as it was given
 			continue
 		}
 		letters := lettersOf(op)
+		for _, a := range op.Numbers {
+			if regexp.MustCompile(`\b` + a.Name + `\b`).MatchString(d.Expr) {
+				letters = append(letters, a.Name)
+			}
+		}
 		fmt.Fprintf(b, "// The size %s of gdn_%s.\nstatic inline int64_t gdn_%s_%s(int64_t %s) {\n", d.Name, op.Name, op.Name, d.Name, strings.Join(letters, ", int64_t "))
 		silence := append([]string{}, letters...)
 		for _, earlier := range op.Derived[:n] {

@@ -6,15 +6,17 @@
 #define GDNK_OPS(X) \
 	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd) X(kda_fwd) X(kda_bwd) X(kda_recurrent_fwd) \
 	X(kda_recurrent_bwd) X(summary_fwd) X(summary_grad) X(summary_bwd) X(summary_merge) X(summary_merge_bwd) \
-	X(summary_compose) X(summary_compose_bwd) X(frame_fwd) X(frame_bwd) X(frame_pullback) X(frame_summary_fwd) \
-	X(frame_summary_bwd) X(frame_merge_fwd) X(frame_merge_bwd) X(frame_build_fwd) X(frame_build_bwd) \
-	X(frame_project_fwd) X(frame_project_bwd)
+	X(summary_compose) X(summary_compose_bwd) X(gate_fwd) X(gate_bwd) X(norm_fwd) X(norm_bwd) X(conv_fwd) \
+	X(conv_bwd) X(frame_fwd) X(frame_bwd) X(frame_pullback) X(frame_summary_fwd) X(frame_summary_bwd) \
+	X(frame_merge_fwd) X(frame_merge_bwd) X(frame_build_fwd) X(frame_build_bwd) X(frame_project_fwd) \
+	X(frame_project_bwd)
 
 enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_kda_fwd, OP_kda_bwd, OP_kda_recurrent_fwd,
        OP_kda_recurrent_bwd, OP_summary_fwd, OP_summary_grad, OP_summary_bwd, OP_summary_merge, OP_summary_merge_bwd,
-       OP_summary_compose, OP_summary_compose_bwd, OP_frame_fwd, OP_frame_bwd, OP_frame_pullback,
-       OP_frame_summary_fwd, OP_frame_summary_bwd, OP_frame_merge_fwd, OP_frame_merge_bwd, OP_frame_build_fwd,
-       OP_frame_build_bwd, OP_frame_project_fwd, OP_frame_project_bwd, OP_count };
+       OP_summary_compose, OP_summary_compose_bwd, OP_gate_fwd, OP_gate_bwd, OP_norm_fwd, OP_norm_bwd, OP_conv_fwd,
+       OP_conv_bwd, OP_frame_fwd, OP_frame_bwd, OP_frame_pullback, OP_frame_summary_fwd, OP_frame_summary_bwd,
+       OP_frame_merge_fwd, OP_frame_merge_bwd, OP_frame_build_fwd, OP_frame_build_bwd, OP_frame_project_fwd,
+       OP_frame_project_bwd, OP_count };
 enum { SZ_B, SZ_T, SZ_H, SZ_HV, SZ_K, SZ_V, SZ_N, SZ_D, SZ_W, SZ_P, SZ_R, SZ_count };
 
 // gdn_fwd: tensors, numbers, derived sizes (indices into size[]).
@@ -132,6 +134,37 @@ enum { T_summary_compose_bwd_s, T_summary_compose_bwd_m, T_summary_compose_bwd_d
        T_summary_compose_bwd_dm, T_summary_compose_bwd_count };
 enum { N_summary_compose_bwd_reverse, N_summary_compose_bwd_transpose, N_summary_compose_bwd_count };
 enum { D_summary_compose_bwd_VK = SZ_count };
+
+// gdn_gate_fwd: tensors, numbers.
+enum { T_gate_fwd_g, T_gate_fwd_A_log, T_gate_fwd_dt_bias, T_gate_fwd_cu_seqlens, T_gate_fwd_y, T_gate_fwd_count };
+enum { N_gate_fwd_gate, N_gate_fwd_bound, N_gate_fwd_chunk, N_gate_fwd_reverse, N_gate_fwd_scale, N_gate_fwd_count };
+
+// gdn_gate_bwd: tensors, numbers.
+enum { T_gate_bwd_g, T_gate_bwd_A_log, T_gate_bwd_dt_bias, T_gate_bwd_cu_seqlens, T_gate_bwd_dout, T_gate_bwd_dg,
+       T_gate_bwd_dA_log, T_gate_bwd_ddt_bias, T_gate_bwd_count };
+enum { N_gate_bwd_gate, N_gate_bwd_bound, N_gate_bwd_chunk, N_gate_bwd_reverse, N_gate_bwd_scale, N_gate_bwd_count };
+
+// gdn_norm_fwd: tensors, numbers.
+enum { T_norm_fwd_x, T_norm_fwd_weight, T_norm_fwd_z, T_norm_fwd_y, T_norm_fwd_count };
+enum { N_norm_fwd_eps, N_norm_fwd_mean, N_norm_fwd_activation, N_norm_fwd_count };
+
+// gdn_norm_bwd: tensors, numbers.
+enum { T_norm_bwd_x, T_norm_bwd_weight, T_norm_bwd_z, T_norm_bwd_dout, T_norm_bwd_dx, T_norm_bwd_dweight,
+       T_norm_bwd_dz, T_norm_bwd_count };
+enum { N_norm_bwd_eps, N_norm_bwd_mean, N_norm_bwd_activation, N_norm_bwd_count };
+
+// gdn_conv_fwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_conv_fwd_x, T_conv_fwd_weight, T_conv_fwd_bias, T_conv_fwd_residual, T_conv_fwd_initial_state,
+       T_conv_fwd_cu_seqlens, T_conv_fwd_y, T_conv_fwd_final_state, T_conv_fwd_count };
+enum { N_conv_fwd_silu, N_conv_fwd_dilation, N_conv_fwd_state_len, N_conv_fwd_count };
+enum { D_conv_fwd_S = SZ_count };
+
+// gdn_conv_bwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_conv_bwd_x, T_conv_bwd_weight, T_conv_bwd_bias, T_conv_bwd_initial_state, T_conv_bwd_cu_seqlens,
+       T_conv_bwd_dout, T_conv_bwd_dht, T_conv_bwd_dx, T_conv_bwd_dweight, T_conv_bwd_dbias, T_conv_bwd_dh0,
+       T_conv_bwd_count };
+enum { N_conv_bwd_silu, N_conv_bwd_dilation, N_conv_bwd_state_len, N_conv_bwd_count };
+enum { D_conv_bwd_S = SZ_count };
 
 // gdn_frame_fwd: tensors, numbers.
 enum { T_frame_fwd_W, T_frame_fwd_U, T_frame_fwd_Wz, T_frame_fwd_uz, T_frame_fwd_initial_state,

@@ -6,6 +6,8 @@
 #include "rows.h"
 #include "scan.h"
 #include "gdn.h"
+#include "gate.h"
+#include "conv.h"
 #include "summary.h"
 #include "frame.h"
 
