@@ -3,23 +3,6 @@
 // Both keep rows of a group of columns in scratch. A group's thread walks all tokens in order, so sums over tokens have one order whatever
 // the number of threads. Sums over tokens are double throughout: they may be over any number, and -inf must pass.
 
-INL vf vabs(vf x) { return (vf)((vi)x & 0x7fffffff); }
-// log(1 + e) for 0 <= e <= 1, as 2 atanh(e / (2 + e)), whose argument is at most 1/3: no digit of a small e is lost
-INL vf vlog1p(vf e) {
-	const vf s = e / (e + 2.f), u = s * s;
-	vf p = u * 0.06666667f + 0.07692308f;
-	p = p * u + 0.09090909f;
-	p = p * u + 0.11111111f;
-	p = p * u + 0.14285714f;
-	p = p * u + 0.2f;
-	p = p * u + 0.33333333f;
-	return (s + s * u * p) * 2.f;
-}
-INL vf vsoftplus(vf x) { return sel(x < 0.f, bc(0), x) + vlog1p(vexp(-vabs(x))); }
-INL vf vsigmoid(vf x) {
-	const vf e = vexp(-vabs(x)), r = 1.f / (1.f + e);
-	return sel(x < 0.f, e * r, r);
-}
 // The derivative of sigmoid, without the cancellation of 1 - sigmoid(x)
 INL vf vdsigmoid(vf x) {
 	const vf e = vexp(-vabs(x)), r = 1.f / (1.f + e);
@@ -59,51 +42,12 @@ static void gates_setup(gates_call *s, const int64_t *size) {
 }
 static void amplitude_and_bias(const gates_call *s, int64_t col, double *a, double *bias) {
 	const int64_t h = col / s->K, k = col % s->K;
-	// Not inf: its product with a raw gate of 0 would be NaN.
 	*a = s->A_log.dtype ? exp(ld1((const char *)s->A_log.data, s->A_log.dtype, h * s->A_log.stride[0])) : 1;
 	*bias = s->dt_bias.dtype ? ld1((const char *)s->dt_bias.data, s->dt_bias.dtype, h * s->dt_bias.stride[0] + k * s->dt_bias.stride[1]) : 0;
 }
 static sequence gates_sequence(const gates_call *s, int64_t n) {
 	scan q = {.cu = s->cu, .T = s->T};
 	return sequence_of(&q, n);
-}
-
-// One number: y and, with the gradient dy of y, that of the raw gate and of A_log
-static double gate_value64(const gates_call *s, double a, double x) {
-	if (s->gate == 0) return x;
-	if (s->gate == 2) return s->bound * sigmoid64(a * x);
-	const double sp = x > 0 ? x + log1p(exp(-x)) : log1p(exp(x));
-	return sp == 0 || a == 0 ? 0 : -a * sp;
-}
-static double gate_gradient64(const gates_call *s, double a, double x, double dy, double *dA) {
-	*dA = 0;
-	if (dy == 0 || a == 0 || s->gate == 0) return s->gate ? 0 : dy;
-	if (s->gate == 1) {
-		const double sig = sigmoid64(x);
-		*dA = dy * gate_value64(s, a, x);
-		return sig == 0 ? 0 : -a * sig * dy;
-	}
-	const double d = s->bound * dsigmoid64(a * x) * dy, dx = d == 0 ? 0 : d * a;
-	*dA = dx == 0 ? 0 : dx * x;
-	return dx;
-}
-INL vf gate_values(const gates_call *s, vf a, vf x) {
-	if (s->gate == 0) return x;
-	if (s->gate == 2) return vsigmoid(a * x) * (float)s->bound;
-	const vf sp = vsoftplus(x);
-	return sel((sp == 0.f) | (a == 0.f), bc(0), -a * sp);
-}
-INL vf gate_gradients(const gates_call *s, vf a, vf x, vf dy, vf *dA) {
-	*dA = bc(0);
-	if (s->gate == 0) return dy;
-	if (s->gate == 1) {
-		const vf sig = vsigmoid(x);
-		*dA = sel((dy == 0.f) | (a == 0.f), bc(0), dy * gate_values(s, a, x));
-		return sel((dy == 0.f) | (a == 0.f) | (sig == 0.f), bc(0), -a * sig * dy);
-	}
-	const vf d = vdsigmoid(a * x) * (float)s->bound * dy, dx = sel(d == 0.f, bc(0), d * a);
-	*dA = sel(dx == 0.f, bc(0), dx * x);
-	return dx;
 }
 
 // The whole column in double, forward (dg absent) or backward
@@ -122,14 +66,15 @@ static void gate_column_f64(const gates_call *s, int64_t col) {
 				const view v = columns_of(s, &s->g, q.b, tok, col);
 				const double x = ld1(v.p, v.type, 0) + bias;
 				if (!s->dg.dtype) {
-					const double y = gate_value64(s, a, x);
+					const double y = s->gate ? gate_f64(x, a, s->bound) : x;
 					sum = s->chunk ? sum + y : y;
 					st1(columns_of(s, &s->y, q.b, tok, col).p, s->y.dtype, 0, sum * s->scale);
 				} else {
-					double dA;
+					double dx, dA = 0;
 					const double dy = ld1(columns_of(s, &s->dout, q.b, tok, col).p, s->dout.dtype, 0) * s->scale;
 					sum = s->chunk ? sum + dy : dy;
-					const double dx = gate_gradient64(s, a, x, sum, &dA);
+					if (s->gate) gate_bwd_f64(x, a, s->bound, sum, &dx, &dA);
+					else dx = sum;
 					sums[0] += dx, sums[1] += dA;
 					st1(columns_of(s, &s->dg, q.b, tok, col).p, s->dg.dtype, 0, dx);
 				}
@@ -155,13 +100,14 @@ static void add_row(double *restrict sum, const float *restrict x, int n) {
 	for (int j = 0; j < n; j++) sum[j] += x[j];
 }
 NOINL void gate_row(const gates_call *s, const gate_scratch *w, float *x, int ld) {
-	for (int j = 0; j < ld; j += VW) ST(x + j, gate_values(s, LD(w->a + j), LD(x + j) + LD(w->bias + j)));
+	for (int j = 0; j < ld; j += VW) ST(x + j, vgate(LD(x + j) + LD(w->bias + j), LD(w->a + j), s->bound));
 }
 // y becomes the gradient of the raw gate x, and dA what A_log gets
 NOINL void gate_row_bwd(const gates_call *s, gate_scratch *w, const float *x, float *y, int ld) {
 	for (int j = 0; j < ld; j += VW) {
-		vf dA;
-		ST(y + j, gate_gradients(s, LD(w->a + j), LD(x + j) + LD(w->bias + j), LD(y + j), &dA));
+		vf dx, dA;
+		vgate_bwd(LD(x + j) + LD(w->bias + j), LD(w->a + j), s->bound, LD(y + j), &dx, &dA);
+		ST(y + j, dx);
 		ST(w->dA + j, dA);
 	}
 }
@@ -179,7 +125,7 @@ static void gate_unit(void *ctx, int64_t unit, char *base) {
 	for (int j = 0; j < cols; j++) {
 		double a, bias;
 		amplitude_and_bias(s, first + j, &a, &bias);
-		w->a[j] = a < 3.4e38 ? a : 3.4e38, w->bias[j] = bias; // not inf: its product with a raw gate of 0 would be NaN
+		w->a[j] = a, w->bias[j] = bias;
 	}
 	const int down = backward ? !s->reverse : s->reverse;
 	for (int64_t n = 0; n < s->N; n++) {
@@ -197,13 +143,13 @@ static void gate_unit(void *ctx, int64_t unit, char *base) {
 					const int r = down ? rows - 1 - j : j;
 					float *const x = w->x + r * ld, *const y = w->y + r * ld;
 					if (!backward) {
-						gate_row(s, w, x, ld);
+						if (s->gate) gate_row(s, w, x, ld);
 						running(x, w->sum, cols, s->chunk != 0, s->scale);
 						continue;
 					}
 					running(y, w->sum, cols, s->chunk != 0, 1);
 					for (int d = 0; s->scale != 1 && d < cols; d++) y[d] *= (float)s->scale;
-					gate_row_bwd(s, w, x, y, ld);
+					if (s->gate) gate_row_bwd(s, w, x, y, ld);
 					if (s->sums) add_row(w->sums[0], y, cols), add_row(w->sums[1], w->dA, cols);
 				}
 				rows_out(backward ? w->y : w->x, ld, columns_of(s, backward ? &s->dg : &s->y, q.b, tok, first), rows, cols, 0);

@@ -154,7 +154,7 @@ NOINL void l2norm_bwd(float *dy, const float *y, int ld, int rows, const float *
 		}
 	}
 }
-// The gates in kernel, x the raw gate with its bias: g = -amp softplus(x), or lower sigmoid(amp x) where lower is below 0. No infinite x, amp
+// The gates in kernel, x the raw gate with its bias: g = -amp softplus(x), or lower sigmoid(amp x) where lower is not 0. No infinite x, amp
 // or g makes a NaN: a softplus that underflows gives no decay whatever the amplitude, and where a factor of a gradient is 0 so is the gradient.
 // One number in double, a vector in float.
 INL vf exp_f32(vf x) { return vexp(x); }
@@ -162,33 +162,35 @@ static double exp_f64(double x) { return exp(x); }
 #define FEW(x, most) ((x) > (most) ? (most) : (x) < -(most) ? -(most) : (x))
 static double gate_f64(double x, double amp, double lower) {
 	x = FEW(x, DBL_MAX), amp = FEW(amp, DBL_MAX);
-	if (lower < 0) return lower / (1 + exp(-amp * x));
+	if (lower != 0) return lower / (1 + exp(-amp * x));
 	return -amp * (x > 0 ? x + log1p(exp(-x)) : log1p(exp(x)));
 }
 // Gradients of x and of log amp
 static void gate_bwd_f64(double x, double amp, double lower, double dg, double *dx, double *dA) {
 	const double g = gate_f64(x, amp, lower);
 	x = FEW(x, DBL_MAX), amp = FEW(amp, DBL_MAX);
-	const double y = 1 / (1 + exp(-(lower < 0 ? amp * x : x))), z = lower < 0 ? 1 / (1 + exp(amp * x)) * y * lower : -y;
+	const double y = 1 / (1 + exp(-(lower != 0 ? amp * x : x))), z = lower != 0 ? 1 / (1 + exp(amp * x)) * y * lower : -y;
 	*dx = dg == 0 || z == 0 ? 0 : z * dg * amp;
-	*dA = dg == 0 || z == 0 ? 0 : lower < 0 ? *dx * x : dg * g;
+	*dA = dg == 0 || z == 0 ? 0 : lower != 0 ? *dx * x : dg * g;
 }
 #undef FEW
 INL vf few(vf x) { return sel(x > FLT_MAX, bc(FLT_MAX), sel(x < -FLT_MAX, bc(-FLT_MAX), x)); }
-INL vf gate_f32(vf x, float amp, float lower) {
-	amp = amp > FLT_MAX ? FLT_MAX : amp;
-	return lower < 0 ? lower * vsigmoid(few(x) * amp) : -amp * few(vsoftplus(x));
+INL vf vgate(vf x, vf amp, float lower) {
+	amp = few(amp);
+	return lower != 0 ? lower * vsigmoid(few(x) * amp) : -amp * few(vsoftplus(x));
 }
-INL void gate_bwd_f32(vf x, float amp, float lower, vf dg, vf *dx, vf *dA) {
-	amp = amp > FLT_MAX ? FLT_MAX : amp;
+INL void vgate_bwd(vf x, vf amp, float lower, vf dg, vf *dx, vf *dA) {
+	amp = few(amp);
 	x = few(x);
 	vf z;
-	if (lower < 0) {
+	if (lower != 0) {
 		const vf e = vexp(-vabs(x * amp)), u = 1.f / (1.f + e);
 		z = lower * e * u * u;
 	} else z = -vsigmoid(x);
 	const vi none = (dg == 0.f) | (z == 0.f);
 	*dx = sel(none, bc(0), z * dg * amp);
-	*dA = sel(none, bc(0), lower < 0 ? *dx * x : dg * gate_f32(x, amp, lower));
+	*dA = sel(none, bc(0), lower != 0 ? *dx * x : dg * vgate(x, amp, lower));
 }
+INL vf gate_f32(vf x, float amp, float lower) { return vgate(x, bc(amp), lower); }
+INL void gate_bwd_f32(vf x, float amp, float lower, vf dg, vf *dx, vf *dA) { vgate_bwd(x, bc(amp), lower, dg, dx, dA); }
 static float sigmoid(float x) { return 1 / (1 + expf(-x)); }

@@ -9,13 +9,16 @@ import importlib.util
 from ._lib import get_num_threads, set_num_threads
 from ._ops import VERSION as __version__
 
-_TORCH = ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda")
+_TORCH = ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda",
+          "fused_gdn_gate", "fused_kda_gate", "l2norm")
 
 __all__ = [*_TORCH, "get_num_threads", "set_num_threads", "__version__"]
 
 if importlib.util.find_spec("torch") is not None:
     from .delta_rule import chunk_gated_delta_rule, chunk_gdn, fused_recurrent_gated_delta_rule, fused_recurrent_gdn
+    from .gates import fused_gdn_gate, fused_kda_gate
     from .kda import chunk_kda, fused_recurrent_kda
+    from .norms import l2norm
 else:
 
     def __getattr__(name):

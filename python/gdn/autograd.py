@@ -17,7 +17,13 @@ PAIRS = {
     "summary_compose": ("summary_compose_bwd", {"dmap": "map"}),
     "kda_fwd": ("kda_bwd", {"dout": "o", "dht": "final_state"}),
     "kda_recurrent_fwd": ("kda_recurrent_bwd", {"dout": "o", "dht": "final_state"}),
+    "gate_fwd": ("gate_bwd", {"dout": "y"}),
+    "norm_fwd": ("norm_bwd", {"dout": "y"}),
+    "conv_fwd": ("conv_bwd", {"dout": "y", "dht": "final_state"}),
 }
+
+# forward: {an input that is added to an output: that output, whose gradient is the input's too}
+ADDED = {"conv_fwd": {"residual": "y"}}
 
 
 def define():
@@ -36,6 +42,7 @@ def _differentiable(row, backward_row, upstream):
     save = n_inputs + n_numbers + library.wants(row).index("save") if tape is not None else None
     # The output of the backward by the input that it is the gradient of: [(position in the outputs, position of the input)].
     gradients = [(i, names.index(t["with"] or t["like"])) for i, t in enumerate(library.outputs(backward_row))]
+    added = [(names.index(i), results.index(o)) for i, o in ADDED.get(row["name"], {}).items()]
     # What the backward takes, by position: ("saved", i) from the forward's inputs and then its tape, ("grad", i) of the forward's outputs.
     takes = [("grad", results.index(upstream[t["name"]]), t["role"]) if t["name"] in upstream else
              ("saved", n_inputs if t["name"] == "tape" else names.index(t["name"]), t["role"]) for t in library.inputs(backward_row)]
@@ -72,6 +79,9 @@ def _differentiable(row, backward_row, upstream):
             for i, position in gradients:
                 if ctx.needs_input_grad[position + 1]:
                     answer[position + 1] = made[i].to(saved[position].dtype)
+            for position, i in added:
+                if ctx.needs_input_grad[position + 1] and grads[i] is not None:
+                    answer[position + 1] = grads[i].to(saved[position].dtype)
             return tuple(answer)
 
     Function.__name__ = Function.__qualname__ = f"gdn_{row['name']}"
