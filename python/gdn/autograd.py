@@ -20,10 +20,18 @@ PAIRS = {
     "gate_fwd": ("gate_bwd", {"dout": "y"}),
     "norm_fwd": ("norm_bwd", {"dout": "y"}),
     "conv_fwd": ("conv_bwd", {"dout": "y", "dht": "final_state"}),
+    "frame_fwd": ("frame_bwd", {"dS": "S", "dz": "z", "dfinal_state": "final_state", "dfinal_z": "final_z"}),
+    "frame_summary_fwd": ("frame_summary_bwd", {"dh": "h", "dM": "M", "dhz": "hz", "dMz": "Mz"}),
+    "frame_merge_fwd": ("frame_merge_bwd", {"dS": "S", "dz": "z"}),
+    "frame_build_fwd": ("frame_build_bwd", {"dW": "W", "dU": "U", "dWz": "Wz", "duz": "uz"}),
+    "frame_project_fwd": ("frame_project_bwd", {"dnum": "num", "dden": "den"}),
 }
 
 # forward: {an input that is added to an output: that output, whose gradient is the input's too}
 ADDED = {"conv_fwd": {"residual": "y"}}
+
+# forward: {an input that the backward needs only where this output has 16 bits: that output}
+SPARED = {"frame_fwd": {"U": "S", "uz": "z"}}
 
 
 def define():
@@ -33,7 +41,8 @@ def define():
 
 
 def _differentiable(row, backward_row, upstream):
-    """The Autograd kernel of a forward: without a gradient to come it is the operator itself, with one it also saves the tape, if it has one."""
+    """The Autograd kernel of a forward: without a gradient to come it is the operator itself, with one it also saves the tape, if it has one,
+    and other results that the backward takes."""
     op, backward_op = library.operator(row["name"]), library.operator(backward_row["name"])
     names = [t["name"] for t in library.inputs(row)]
     n_inputs, n_numbers = len(names), len(row["numbers"])
@@ -41,11 +50,15 @@ def _differentiable(row, backward_row, upstream):
     tape = results.index("tape") if "tape" in results else None
     save = n_inputs + n_numbers + library.wants(row).index("save") if tape is not None else None
     # The output of the backward by the input that it is the gradient of: [(position in the outputs, position of the input)].
-    gradients = [(i, names.index(t["with"] or t["like"])) for i, t in enumerate(library.outputs(backward_row))]
+    gradients = [(i, names.index(t["name"][1:] if t["name"][1:] in names else t["with"] or t["like"]))
+                 for i, t in enumerate(library.outputs(backward_row))]
     added = [(names.index(i), results.index(o)) for i, o in ADDED.get(row["name"], {}).items()]
-    # What the backward takes, by position: ("saved", i) from the forward's inputs and then its tape, ("grad", i) of the forward's outputs.
+    # What the backward takes, by position: ("saved", i) from the forward's inputs and then its results, ("grad", i) of the forward's outputs.
+    kept = [i for i, name in enumerate(results) if name in [t["name"] for t in library.inputs(backward_row)] and name not in names]
+    saved_names = names + [results[i] for i in kept]
     takes = [("grad", results.index(upstream[t["name"]]), t["role"]) if t["name"] in upstream else
-             ("saved", n_inputs if t["name"] == "tape" else names.index(t["name"]), t["role"]) for t in library.inputs(backward_row)]
+             ("saved", saved_names.index(t["name"]), t["role"]) for t in library.inputs(backward_row)]
+    spared = [(names.index(i), results.index(o)) for i, o in SPARED.get(row["name"], {}).items()]
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -54,7 +67,12 @@ def _differentiable(row, backward_row, upstream):
                 arguments = arguments[:save] + (True,) + arguments[save + 1:]
             made = library.below_autograd(op, keyset, arguments)
             made = made if isinstance(made, tuple) else (made,)  # an operator with one output returns it bare
-            ctx.save_for_backward(*arguments[:n_inputs], None if tape is None else made[tape])
+            inputs = list(arguments[:n_inputs])
+            ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+            for i, other in spared:
+                if made[other].element_size() > 2:
+                    inputs[i] = None
+            ctx.save_for_backward(*inputs, *(made[i] if made[i].dim() > 1 or results[i] == "tape" else None for i in kept))
             ctx.numbers = arguments[n_inputs:n_inputs + n_numbers]
             ctx.shapes = [m.shape for m in made]
             ctx.mark_non_differentiable(*(m for name, m in zip(results, made) if name not in upstream.values()))
@@ -78,10 +96,10 @@ def _differentiable(row, backward_row, upstream):
             answer = [None] * len(ctx.needs_input_grad)
             for i, position in gradients:
                 if ctx.needs_input_grad[position + 1]:
-                    answer[position + 1] = made[i].to(saved[position].dtype)
+                    answer[position + 1] = made[i].to(ctx.dtypes[position])
             for position, i in added:
                 if ctx.needs_input_grad[position + 1] and grads[i] is not None:
-                    answer[position + 1] = grads[i].to(saved[position].dtype)
+                    answer[position + 1] = grads[i].to(ctx.dtypes[position])
             return tuple(answer)
 
     Function.__name__ = Function.__qualname__ = f"gdn_{row['name']}"
