@@ -16,6 +16,7 @@ type Call struct {
 	Ints    [MaxNumbers]int64 // both by position in Op.Numbers
 	Sizes   [MaxSizes]int64   // by position in Letters, then in Op.Derived
 	Device  Device            // of all tensors but the Host ones
+	Refusal [192]byte         // C string: what a kernel has to say about a value that only it may read
 
 	given [MaxTensors]uint8 // positions of the n tensors that came
 	n     int
@@ -178,7 +179,7 @@ func (c *Call) readTensors(p *plan, f fields) *Error {
 		*t = Tensor{}
 		address := f.bits(i)
 		if address == 0 {
-			if a.Role == In || a.Role == Out {
+			if a.Role.Required() {
 				return c.invalid("%s is NULL, expected %s", a.Name, p.expected(i, c))
 			}
 			continue

@@ -33,7 +33,7 @@ var testDTypes = map[DType]dlDataType{F32: {kDLFloat, 32, 1}, BF16: {kDLBfloat, 
 func newArgs(op *Op, sizes map[string]int64) *argsBuilder {
 	b := &argsBuilder{op: op, views: make([]*view, len(op.Tensors)), numbers: make([]uint64, len(op.Numbers)), size: uint32(8 + 8*(len(op.Tensors)+len(op.Numbers)))}
 	for i := range op.Tensors {
-		if r := op.Tensors[i].Role; r == In || r == Out {
+		if op.Tensors[i].Role.Required() {
 			b.give(op.Tensors[i].Name, sizes)
 		}
 	}
@@ -201,7 +201,10 @@ func TestDecodeAccepts(t *testing.T) {
 	}
 }
 
-func (v *view) set(shape ...int64) { v.shape, v.ndim = shape, int32(len(shape)) }
+func (v *view) set(shape ...int64) *view {
+	v.shape, v.ndim = shape, int32(len(shape))
+	return v
+}
 
 // empty sets a size to 0 and takes all memory of those tensors away.
 func (b *argsBuilder) empty(letter string) {
@@ -251,6 +254,20 @@ func TestDecodeRefuses(t *testing.T) {
 			b.offsets(0, 2, 5, 5)
 			b.give("initial_state", small)
 		}, "gdn_fwd: initial_state has shape [2 4 8 16], expected [N HV K V] with N=3"},
+		{"pool missing", decode, func(b *argsBuilder) { b.drop("pool") }, "gdn_decode: pool is NULL, expected [P HV K V]"},
+		{"pool that overlaps itself", decode, func(b *argsBuilder) { b.view("pool").set(2, 4, 8, 16).strides = []int64{0, 128, 16, 1} },
+			"gdn_decode: pool has shape [2 4 8 16] and strides [0 128 16 1], expected an output whose elements do not overlap"},
+		{"pool that is an input too", decode, func(b *argsBuilder) { b.view("pool").set(2, 4, 8, 16).data = b.view("v").data },
+			"gdn_decode: pool overlaps v, expected an output with memory of its own"},
+		{"pool of another precision", decode, func(b *argsBuilder) { b.view("pool").set(2, 4, 8, 16).dtype = testDTypes[F64] },
+			"gdn_decode: pool has dtype float64, expected float32, bfloat16 or float16, as q is not float64"},
+		{"too few slots", decode, func(b *argsBuilder) { b.give("ssm_state_indices", small).set(2, 4) },
+			"gdn_decode: ssm_state_indices has shape [2 4], expected a slot for each of T=5 tokens"},
+		{"bias a head, gate a channel", decode, func(b *argsBuilder) {
+			b.view("pool").set(2, 4, 8, 16)
+			b.give("g", small).set(2, 5, 4, 8)
+			b.give("dt_bias", small)
+		}, "gdn_decode: dt_bias has shape [4] and g [2 5 4 8], expected a bias per key channel exactly if g is"},
 		{"tape", gdnFwd, func(b *argsBuilder) { b.give("tape", small).set(7) }, "gdn_fwd: tape has shape [7], expected [TAPE] with TAPE=1280"},
 		{"gradient unlike its input", gdnBwd, func(b *argsBuilder) {
 			b.view("tape").set(1280)

@@ -74,8 +74,8 @@ func TestTable(t *testing.T) {
 		}
 		op.compiled() // panics where the row is wrong
 	}
-	broken := &Op{Name: "broken", Tensors: []TensorArg{{Name: "x", Role: In, Dims: "B"}, {Name: "y", Role: OptIn, Dims: "T"}}}
+	broken := &Op{Name: "broken", Tensors: []TensorArg{{Name: "x", Role: In, Dims: "B"}, {Name: "y", Role: OptIn, Dims: "T"}, {Name: "z", Role: Out, Dims: "T"}}}
 	if !panics(func() { newPlan(broken) }) {
-		t.Error("a size that only an optional tensor gives is accepted")
+		t.Error("a size of an output that only an optional tensor gives is accepted")
 	}
 }

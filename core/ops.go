@@ -15,7 +15,14 @@ const (
 	OptIn              // input, may be NULL
 	Out                // required output
 	OptOut             // output, NULL if not wanted
+	InOut              // required, read and written in place
 )
+
+// Written tells whether the operator writes to such a tensor.
+func (r Role) Written() bool { return r == Out || r == OptOut || r == InOut }
+
+// Required tells whether such a tensor must be given.
+func (r Role) Required() bool { return r == In || r == Out || r == InOut }
 
 // Rule says which dtypes a tensor may have.
 type Rule uint8

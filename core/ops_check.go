@@ -4,7 +4,20 @@ package core
 const maxHead = 512
 
 // checkGDN holds the rules of Gated DeltaNet that no shape expresses.
-func checkGDN(c *Call) error { return c.checkDelta(c.Int("gate") != 0) }
+func checkGDN(c *Call) error {
+	if err := c.checkDelta(c.Int("gate") != 0); err != nil {
+		return err
+	}
+	return c.checkTape()
+}
+
+// checkTape: what is opaque is a block of memory.
+func (c *Call) checkTape() error {
+	if tape := c.Tensor("tape"); tape.DType != None && tape.Stride[0] != 1 {
+		return c.invalid("tape has strides %v, expected a contiguous tensor", tape.Stride[:1])
+	}
+	return nil
+}
 
 // checkDelta holds the rules of both families. needALog: the gate has no form without A_log.
 func (c *Call) checkDelta(needALog bool) error {
@@ -24,11 +37,8 @@ func (c *Call) checkDelta(needALog bool) error {
 	if hv%h != 0 {
 		return c.invalid("v has HV=%d, expected a multiple of H=%d", hv, h)
 	}
-	gate, tape := c.Int("gate") != 0, c.Tensor("tape")
+	gate := c.Int("gate") != 0
 	switch {
-	case tape.DType != None && tape.Stride[0] != 1:
-		// What is opaque is a block of memory.
-		return c.invalid("tape has strides %v, expected a contiguous tensor", tape.Stride[:1])
 	case gate && !c.Has("g"):
 		return c.invalid("gate is 1 and g is NULL, expected the raw gate")
 	case needALog && !c.Has("A_log"):

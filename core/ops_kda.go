@@ -68,6 +68,14 @@ var kdaRecurrentBwd = &Op{
 
 // checkKDA holds the rules of Kimi Delta Attention that no shape expresses.
 func checkKDA(c *Call) error {
+	if err := c.checkBound(); err != nil {
+		return err
+	}
+	return c.checkTape()
+}
+
+// checkBound is checkDelta where the gate has a form with a lower bound too.
+func (c *Call) checkBound() error {
 	bound, gate := c.Float("lower_bound"), c.Int("gate") != 0
 	switch {
 	case bound > 0:

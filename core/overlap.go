@@ -5,7 +5,7 @@ type span struct{ lo, hi uintptr }
 
 func (a span) meets(b span) bool { return max(a.lo, b.lo) < min(a.hi, b.hi) }
 
-// checkOverlap refuses outputs that share memory with anything.
+// checkOverlap refuses outputs, and what is updated in place, that share memory with anything.
 //
 // Two views are taken to be apart where their address ranges are, or where, for some stride P of either, their addresses modulo P are:
 // the dimensions whose strides are multiples of P then fall away, and what is left must be two ranges that do not meet on a circle of

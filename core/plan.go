@@ -98,7 +98,7 @@ func newPlan(op *Op) *plan {
 	bound := map[uint8]bool{sizeN: true}
 	for i := range op.Tensors {
 		a := &op.Tensors[i]
-		tp := tensorPlan{like: -1, with: -1, out: a.Role == Out || a.Role == OptOut, host: a.Host}
+		tp := tensorPlan{like: -1, with: -1, out: a.Role.Written(), host: a.Host}
 		if a.Like != "" {
 			tp.like = mustIndex(names, a.Like, p.symbol)
 		}
@@ -120,7 +120,7 @@ func newPlan(op *Op) *plan {
 			}
 			tp.full = append(tp.full, d)
 			tp.derived = tp.derived || int(d.size) >= len(Letters)
-			bound[d.size] = bound[d.size] || a.Role == In
+			bound[d.size] = bound[d.size] || a.Role == In || a.Role == InOut
 		}
 		if bracket >= 0 {
 			tp.short = append(append([]dim{}, tp.full[:bracket]...), tp.full[bracket+1:]...)
@@ -133,7 +133,7 @@ func newPlan(op *Op) *plan {
 	}
 	for i := range p.tensors {
 		for _, d := range p.tensors[i].full {
-			if int(d.size) < len(Letters) && !bound[d.size] {
+			if op.Tensors[i].Role != OptIn && int(d.size) < len(Letters) && !bound[d.size] {
 				panic("core: " + p.symbol + ": no required tensor gives " + p.sizes[d.size])
 			}
 		}

@@ -1050,6 +1050,70 @@ typedef struct gdn_conv_bwd_args {
 
 int32_t gdn_conv_bwd(const gdn_conv_bwd_args *args);
 
+// A few tokens of each sequence, from and to slots of a pool of states, in one pass over each state: S~ = exp(g)
+// S, e = v - S~^T k, S = S~ + k (beta e)^T, o = scale S^T q. g per head: Gated DeltaNet; per key channel: Kimi
+// Delta Attention. With in_place 1 the state after token t of sequence n goes to slot ssm_state_indices[n, t]
+// and all other slots stay as they are, bit for bit. A slot that one sequence writes may not be read or written
+// by another. Wrong indices are refused before anything is written.
+typedef struct gdn_decode_args {
+	uint32_t size;     // sizeof(gdn_decode_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV] or [B T HV K] float. Log decay per head or per key channel (natural logarithm, <= 0,
+	// -inf resets), or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] or [B T HV V] float. Write strength per value head or per value channel, or its logit
+	// where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV] or [HV K] float. Gate 1: bias of the raw gate, per key channel exactly if g is; NULL: 0
+	const DLTensor *dt_bias;
+	// In and out: [P HV K V] ([P HV V K] where state_v_first is 1) float, float64 exactly if q is. States, computed
+	// in float32 (or float64) and rounded where they are stored; only read where in_place is 0
+	DLTensor *pool;
+	// In, optional: [N] or [N R] int32 or int64. Slots of each sequence, one for each of its tokens and any more;
+	// one alone as [N]. A sequence whose first state is in a negative slot is padding: its states are neither read
+	// nor written, its outputs are 0. A negative slot further on: that token's state is not stored. NULL: sequence n
+	// has slot n for all its tokens, and P is N
+	const DLTensor *ssm_state_indices;
+	// In, optional, only with ssm_state_indices: [N] int32 or int64. 1 to R: sequence n goes on from the state in
+	// slot ssm_state_indices[n, num_accepted_tokens[n] - 1]; NULL: ones
+	const DLTensor *num_accepted_tokens;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV V] as v. Output
+	DLTensor *o;
+	// Out, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float32, or float64 if q is. State after the
+	// last token of each sequence
+	DLTensor *final_state;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+	// 0 or 1: states are stored in the pool
+	int64_t in_place;
+} gdn_decode_args;
+
+int32_t gdn_decode(const gdn_decode_args *args);
+
 // Frame GDN's scan: S <- S W + U and z <- Wz z + uz for each frame.
 typedef struct gdn_frame_fwd_args {
 	uint32_t size;     // sizeof(gdn_frame_fwd_args)

@@ -61,6 +61,31 @@ int main(void) {
 
 	free(tokens);
 
+	// Once more from slot 2 of a pool to slot 1; then indices that lead out of the pool, which change nothing.
+	gdn_decode_args d = {0};
+	float pool[12] = {-1, -1, -1, -1, -1, -1, -1, -1, 2, 4, 6, 8};
+	int64_t slots[2] = {1, 2}, accepted = 2;
+	tensor tpool, tslots, taccepted;
+	set_one_token(&x);
+	d.size = sizeof d;
+	d.q = x.a.q, d.k = x.a.k, d.v = x.a.v, d.g = x.a.g, d.beta = x.a.beta, d.o = x.a.o;
+	d.pool = &view(&tpool, pool, 4, 3, 1, 2, 2)->t;
+	d.ssm_state_indices = &view(&tslots, slots, 2, 1, 2, 0, 0)->t;
+	d.num_accepted_tokens = &view(&taccepted, &accepted, 1, 1, 0, 0, 0)->t;
+	tslots.t.dtype.code = taccepted.t.dtype.code = kDLInt, tslots.t.dtype.bits = taccepted.t.dtype.bits = 64;
+	d.scale = 1;
+	d.in_place = 1;
+	static const double untouched[] = {-1, -1, -1, -1, 2, 4, 6, 8};
+	CHECK(gdn_decode(&d) == GDN_OK);
+	CHECK(same(x.o, want_o, 2) && same(pool, untouched, 4) && same(pool + 4, want_ht, 4) && same(pool + 8, untouched + 4, 4));
+	slots[0] = 3, x.o[0] = 5;
+	CHECK(gdn_decode(&d) == GDN_INVALID_ARGUMENT);
+	CHECK(strcmp(gdn_last_error(), "gdn_decode: ssm_state_indices[0, 0] is 3, expected less than P=3, or a negative number for padding") == 0);
+	CHECK(x.o[0] == 5 && same(pool, untouched, 4) && same(pool + 4, want_ht, 4) && same(pool + 8, untouched + 4, 4));
+	accepted = 3;
+	CHECK(gdn_decode(&d) == GDN_INVALID_ARGUMENT);
+	CHECK(strcmp(gdn_last_error(), "gdn_decode: num_accepted_tokens[0] is 3, expected 1 to R=2") == 0);
+
 	CHECK(strcmp(gdn_version(), GDN_VERSION) == 0);
 	CHECK(strstr(gdn_build_info(), "libgdn " GDN_VERSION) && strstr(gdn_build_info(), gdn_isa()) && strlen(gdn_isa()) > 0);
 	CHECK(gdn_set_num_threads(1) == GDN_OK && gdn_get_num_threads() == 1);

@@ -189,6 +189,13 @@ func (a *array) values() []float64 {
 	return x
 }
 
+// before reads the elements as they were at remember.
+func (a *array) before() []float64 {
+	then := *a
+	then.mem = a.was
+	return then.values()
+}
+
 // bits gathers the elements' bytes in row-major order.
 func (a *array) bits() []byte {
 	size := a.dtype.Size()

@@ -98,7 +98,7 @@ func (c *call) run(b core.Backend) error {
 	for i := range c.op.Tensors {
 		arg := &c.op.Tensors[i]
 		if a := c.arrays[arg.Name]; a != nil {
-			if err := a.touched(arg.Role == core.Out || arg.Role == core.OptOut); err != nil {
+			if err := a.touched(arg.Role.Written()); err != nil {
 				return fmt.Errorf("gdn_%s: %w", c.op.Name, err)
 			}
 		}
@@ -106,12 +106,12 @@ func (c *call) run(b core.Backend) error {
 	return nil
 }
 
-// outputs lists the given outputs in the table's order, without the tape.
+// outputs lists the given outputs in the table's order, with what is updated in place and without the tape.
 func (c *call) outputs() []*array {
 	var list []*array
 	for i := range c.op.Tensors {
 		arg := &c.op.Tensors[i]
-		if a := c.arrays[arg.Name]; a != nil && (arg.Role == core.Out || arg.Role == core.OptOut) && arg.Name != "tape" {
+		if a := c.arrays[arg.Name]; a != nil && arg.Role.Written() && arg.Name != "tape" {
 			list = append(list, a)
 		}
 	}

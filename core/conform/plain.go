@@ -1,10 +1,12 @@
 package conform
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"hash/fnv"
 	"maps"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -42,7 +44,7 @@ type draw func(r *rand.Rand, i int) float64
 
 // plainCases lists the cases of all families.
 func plainCases(short bool) []*solo {
-	return slices.Concat(gateCases(short), convCases(short), summaryCases(short), frameCases(short))
+	return slices.Concat(gateCases(short), convCases(short), summaryCases(short), frameCases(short), pagedCases(short))
 }
 
 // everywhere turns one case into its variants: all dtypes, all layouts, guard pages. short keeps a few.
@@ -89,7 +91,7 @@ func (c *solo) String() string { return fmt.Sprintf("%s/%s/%s", c.Op, shortNames
 
 func (c *solo) has(op *core.Op, a *core.TensorArg) bool {
 	switch {
-	case a.Role == core.In, a.Role == core.Out:
+	case a.Role.Required():
 		return true
 	case a.Host:
 		return c.Cu != nil
@@ -196,7 +198,7 @@ func (c *solo) draws(op *core.Op, size map[string]int64) oracle.Tensors {
 	in := oracle.Tensors{}
 	for i := range op.Tensors {
 		a := &op.Tensors[i]
-		if a.Role != core.In && a.Role != core.OptIn || !c.has(op, a) {
+		if a.Role == core.Out || a.Role == core.OptOut || !c.has(op, a) {
 			continue
 		}
 		n := int64(1)
@@ -235,8 +237,8 @@ func (c *solo) try(t testing.TB, b core.Backend) error {
 	p := &oracle.Plain{Op: c.Op, Size: c.sizes(op), Cu: c.Cu, Numbers: c.Numbers, In: oracle.Tensors{}}
 	for i := range op.Tensors {
 		a := &op.Tensors[i]
-		if x := f.arrays[a.Name]; x != nil && (a.Role == core.In || a.Role == core.OptIn) && !a.Host {
-			p.In[a.Name] = x.values()
+		if x := f.arrays[a.Name]; x != nil && a.Role != core.Out && a.Role != core.OptOut && !a.Host {
+			p.In[a.Name] = x.before()
 		}
 	}
 	want := p.Run()
@@ -247,7 +249,14 @@ func (c *solo) try(t testing.TB, b core.Backend) error {
 		if c.Ratio != 0 && !double {
 			limit.ratio = c.Ratio
 		}
-		if err := compare(x.values(), want[x.name], limit); err != nil {
+		got, expected := x.values(), want[x.name]
+		if p.In[x.name] != nil {
+			var err error
+			if got, expected, err = x.updated(expected); err != nil {
+				all = append(all, err)
+			}
+		}
+		if err := compare(got, expected, limit); err != nil {
 			all = append(all, fmt.Errorf("%s, %v of shape %v: %w", x.name, x.dtype, x.shape, err))
 		}
 	}
@@ -275,6 +284,22 @@ func (c *solo) run(t testing.TB, b core.Backend) (*call, error) {
 		}
 	}
 	return f, f.run(b)
+}
+
+// updated returns the elements that a call was to change, and what they were to become. Where want is NaN the element's bits must be what they
+// were.
+func (a *array) updated(want []float64) (got, expected []float64, err error) {
+	size := a.dtype.Size()
+	a.offsets(func(i int, at int64) bool {
+		switch {
+		case !math.IsNaN(want[i]):
+			got, expected = append(got, decode(a.mem[at:], a.dtype)), append(expected, want[i])
+		case !bytes.Equal(a.mem[at:at+size], a.was[at:at+size]) && err == nil:
+			err = fmt.Errorf("element %d of %s has changed from %v to %v, expected its bits to stay", i, a.name, decode(a.was[at:], a.dtype), decode(a.mem[at:], a.dtype))
+		}
+		return true
+	})
+	return got, expected, err
 }
 
 // poisonRows puts NaN into the rows from one on of the second dimension.

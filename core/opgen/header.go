@@ -122,7 +122,7 @@ func writeOp(b *strings.Builder, op *core.Op) {
 	for i := range op.Tensors {
 		a := &op.Tensors[i]
 		qualifier := "const "
-		if a.Role == core.Out || a.Role == core.OptOut {
+		if a.Role.Written() {
 			qualifier = ""
 		}
 		comment(b, "\t", describe(op, a))
@@ -192,7 +192,7 @@ func cExpr(e string) string { return strings.ReplaceAll(e, "//", "/") }
 
 // describe says everything that is checked of a tensor, then what it means.
 func describe(op *core.Op, a *core.TensorArg) string {
-	s := map[core.Role]string{core.In: "In", core.OptIn: "In, optional", core.Out: "Out", core.OptOut: "Out, optional"}[a.Role]
+	s := map[core.Role]string{core.In: "In", core.OptIn: "In, optional", core.Out: "Out", core.OptOut: "Out, optional", core.InOut: "In and out"}[a.Role]
 	if a.With != "" {
 		s += ", only with " + a.With
 	}

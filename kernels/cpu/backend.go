@@ -10,6 +10,7 @@ package cpu
 import "C"
 
 import (
+	"bytes"
 	"slices"
 	"unsafe"
 
@@ -31,8 +32,11 @@ func (backend) Supports(*core.Call) (string, error) { return "cpu, " + ISA(), ni
 func (backend) Run(c *core.Call) error {
 	// The views, numbers and sizes lie in the Call as the C side declares them. None of them holds a Go pointer.
 	status := C.gdnk_run(C.int(slices.Index(core.Ops, c.Op)), (*C.gdnk_tensor)(unsafe.Pointer(&c.Tensors)), (*C.double)(unsafe.Pointer(&c.Floats)),
-		(*C.int64_t)(unsafe.Pointer(&c.Ints)), (*C.int64_t)(unsafe.Pointer(&c.Sizes)))
-	if status != 0 {
+		(*C.int64_t)(unsafe.Pointer(&c.Ints)), (*C.int64_t)(unsafe.Pointer(&c.Sizes)), (*C.char)(unsafe.Pointer(&c.Refusal)))
+	switch status {
+	case C.GDNK_REFUSED:
+		return c.Errorf(core.InvalidArgument, "%s", c.Refusal[:bytes.IndexByte(c.Refusal[:], 0)])
+	case C.GDNK_NO_MEMORY:
 		return core.Errorf(core.OutOfMemory, "gdn_%s: no memory for the kernel's scratch", c.Op.Name)
 	}
 	return nil

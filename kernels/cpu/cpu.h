@@ -1,4 +1,5 @@
-// The boundary between Go and C: one call runs one operator. Everything that could fail but memory was refused before.
+// The boundary between Go and C: one call runs one operator. Everything that could fail but memory was refused before, except values of
+// indices that lie where the other tensors do.
 #ifndef GDNK_CPU_H
 #define GDNK_CPU_H
 #include <stdint.h>
@@ -19,15 +20,19 @@ typedef struct {
 	const gdnk_tensor *t;
 	const double *f;
 	const int64_t *i, *size;
+	char *refusal; // room for GDNK_REFUSAL bytes
 } gdnk_call;
 
-// What one instruction set offers: an entry an operator, 0 on success, 1 when memory ran out (then nothing was written).
+enum { GDNK_OK, GDNK_NO_MEMORY, GDNK_REFUSED, GDNK_REFUSAL = 192 };
+
+// What one instruction set offers: an entry an operator, which returns GDNK_OK, or one of the others before anything was written.
+// REFUSED: a value of a tensor of indices is wrong, and `refusal` says which.
 typedef struct {
 	const char *name;
 	int (*op[OP_count])(const gdnk_call *);
 } gdnk_table;
 
-int gdnk_run(int op, const gdnk_tensor *t, const double *f, const int64_t *i, const int64_t *size);
+int gdnk_run(int op, const gdnk_tensor *t, const double *f, const int64_t *i, const int64_t *size, char *refusal);
 const char *gdnk_isa(void);
 void gdnk_set_num_threads(int n);
 int gdnk_get_num_threads(void);

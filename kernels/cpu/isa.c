@@ -33,6 +33,6 @@ static const gdnk_table *pick(void) {
 	return t;
 }
 const char *gdnk_isa(void) { return pick()->name; }
-int gdnk_run(int op, const gdnk_tensor *t, const double *f, const int64_t *i, const int64_t *size) {
-	return pick()->op[op](&(gdnk_call){t, f, i, size});
+int gdnk_run(int op, const gdnk_tensor *t, const double *f, const int64_t *i, const int64_t *size, char *refusal) {
+	return pick()->op[op](&(gdnk_call){t, f, i, size, refusal});
 }

@@ -7,16 +7,16 @@
 	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd) X(kda_fwd) X(kda_bwd) X(kda_recurrent_fwd) \
 	X(kda_recurrent_bwd) X(summary_fwd) X(summary_grad) X(summary_bwd) X(summary_merge) X(summary_merge_bwd) \
 	X(summary_compose) X(summary_compose_bwd) X(gate_fwd) X(gate_bwd) X(norm_fwd) X(norm_bwd) X(conv_fwd) \
-	X(conv_bwd) X(frame_fwd) X(frame_bwd) X(frame_pullback) X(frame_summary_fwd) X(frame_summary_bwd) \
+	X(conv_bwd) X(decode) X(frame_fwd) X(frame_bwd) X(frame_pullback) X(frame_summary_fwd) X(frame_summary_bwd) \
 	X(frame_merge_fwd) X(frame_merge_bwd) X(frame_build_fwd) X(frame_build_bwd) X(frame_project_fwd) \
 	X(frame_project_bwd)
 
 enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_kda_fwd, OP_kda_bwd, OP_kda_recurrent_fwd,
        OP_kda_recurrent_bwd, OP_summary_fwd, OP_summary_grad, OP_summary_bwd, OP_summary_merge, OP_summary_merge_bwd,
        OP_summary_compose, OP_summary_compose_bwd, OP_gate_fwd, OP_gate_bwd, OP_norm_fwd, OP_norm_bwd, OP_conv_fwd,
-       OP_conv_bwd, OP_frame_fwd, OP_frame_bwd, OP_frame_pullback, OP_frame_summary_fwd, OP_frame_summary_bwd,
-       OP_frame_merge_fwd, OP_frame_merge_bwd, OP_frame_build_fwd, OP_frame_build_bwd, OP_frame_project_fwd,
-       OP_frame_project_bwd, OP_count };
+       OP_conv_bwd, OP_decode, OP_frame_fwd, OP_frame_bwd, OP_frame_pullback, OP_frame_summary_fwd,
+       OP_frame_summary_bwd, OP_frame_merge_fwd, OP_frame_merge_bwd, OP_frame_build_fwd, OP_frame_build_bwd,
+       OP_frame_project_fwd, OP_frame_project_bwd, OP_count };
 enum { SZ_B, SZ_T, SZ_H, SZ_HV, SZ_K, SZ_V, SZ_N, SZ_D, SZ_W, SZ_P, SZ_R, SZ_count };
 
 // gdn_fwd: tensors, numbers, derived sizes (indices into size[]).
@@ -165,6 +165,13 @@ enum { T_conv_bwd_x, T_conv_bwd_weight, T_conv_bwd_bias, T_conv_bwd_initial_stat
        T_conv_bwd_count };
 enum { N_conv_bwd_silu, N_conv_bwd_dilation, N_conv_bwd_state_len, N_conv_bwd_count };
 enum { D_conv_bwd_S = SZ_count };
+
+// gdn_decode: tensors, numbers.
+enum { T_decode_q, T_decode_k, T_decode_v, T_decode_g, T_decode_beta, T_decode_A_log, T_decode_dt_bias,
+       T_decode_pool, T_decode_ssm_state_indices, T_decode_num_accepted_tokens, T_decode_cu_seqlens, T_decode_o,
+       T_decode_final_state, T_decode_count };
+enum { N_decode_scale, N_decode_qk_l2norm, N_decode_gate, N_decode_lower_bound, N_decode_beta_sigmoid,
+       N_decode_neg_eigval, N_decode_state_v_first, N_decode_in_place, N_decode_count };
 
 // gdn_frame_fwd: tensors, numbers.
 enum { T_frame_fwd_W, T_frame_fwd_U, T_frame_fwd_Wz, T_frame_fwd_uz, T_frame_fwd_initial_state,

@@ -97,9 +97,12 @@ static REAL FN(dot)(const REAL *a, const REAL *b, int n) {
 	for (; d < n; d++) s += a[d] * b[d];
 	return s;
 }
-// One token from P to S, which may be the same memory, for n vectors of value columns from v on. The state is read once for both of its
-// products, k^T S~ and q^T S~, and once more, from the caches, to be written: with x = beta e, S^T q is S~^T q + (q.k) x.
-INL void FN(step_columns)(const scan *s, const FN(token) *w, const REAL *P, REAL *S, int read, REAL qk, int v, int n) {
+// One token from P to S, which may be the same memory. The state is read once for both of its products, k^T S~ and q^T S~, and once more, from
+// the caches, to be written: with x = beta e, S^T q is S~^T q + (q.k) x. stream: S is written past the caches. next: what the next step reads,
+// asked for while this one writes; NULL: nothing.
+//
+// For n vectors of value columns from v on, rows being key channels
+INL void FN(step_columns)(const scan *s, const FN(token) *w, const REAL *P, REAL *S, const REAL *next, int read, int stream, REAL qk, int v, int n) {
 	const int K = s->K;
 	const ptrdiff_t VP = s->VP;
 	FN(vr) e[8] = {0}, o[8] = {0}, x[8], av[8];
@@ -118,19 +121,74 @@ INL void FN(step_columns)(const scan *s, const FN(token) *w, const REAL *P, REAL
 	}
 	for (int d = 0; d < K; d++) {
 		const REAL k = w->k[d], ak = w->ak[d];
+		if (next)
+			UNROLL for (int z = 0; z < n; z++) __builtin_prefetch(next + d * VP + v + z * VR, 0, 2);
 		UNROLL for (int z = 0; z < n; z++) {
 			const ptrdiff_t i = d * VP + v + z * VR;
-			RST(S + i, RLD(P + i) * (ak * av[z]) + k * x[z]);
+			const FN(vr) u = RLD(P + i) * (ak * av[z]) + k * x[z];
+			if (stream) st_stream(S + i, (vf)u);
+			else RST(S + i, u);
 		}
 	}
 }
-static void FN(step)(const scan *s, FN(token) *w, const REAL *P, REAL *S, int read) {
+INL void FN(step_as)(const scan *s, const FN(token) *w, const REAL *P, REAL *S, const REAL *next, int read, int stream) {
 	const REAL qk = FN(dot)(w->q, w->k, s->K);
 	int v = 0;
 	if (RB == 8) // half of the registers are the sums
-		for (; v + 8 * VR <= s->VP; v += 8 * VR) FN(step_columns)(s, w, P, S, read, qk, v, 8);
-	for (; v + 4 * VR <= s->VP; v += 4 * VR) FN(step_columns)(s, w, P, S, read, qk, v, 4);
-	for (; v < s->VP; v += VR) FN(step_columns)(s, w, P, S, read, qk, v, 1);
+		for (; v + 8 * VR <= s->VP; v += 8 * VR) FN(step_columns)(s, w, P, S, next, read, stream, qk, v, 8);
+	for (; v + 4 * VR <= s->VP; v += 4 * VR) FN(step_columns)(s, w, P, S, next, read, stream, qk, v, 4);
+	for (; v < s->VP; v += VR) FN(step_columns)(s, w, P, S, next, read, stream, qk, v, 1);
+}
+// The same where rows are value channels of ld numbers, a multiple of VR with zeros behind the K key channels, in the token's rows too.
+INL FN(vr) FN(sums)(const FN(vr) *a) {
+	FN(vr) r;
+	if (sizeof(REAL) == 4) {
+		const vf x = redall((const vf *)a);
+		memcpy(&r, &x, sizeof r);
+	} else
+		for (int i = 0; i < VR; i++) r[i] = FN(hsum)(a[i]);
+	return r;
+}
+INL void FN(step_rows)(const scan *s, const FN(token) *w, const REAL *P, REAL *S, ptrdiff_t ld, const REAL *next, int stream, REAL qk, int v, int n) {
+	FN(vr) e[VW] = {0}, o[VW] = {0};
+	P += v * ld, S += v * ld;
+	for (int d = 0; d < ld; d += VR) {
+		const FN(vr) k = RLD(w->k + d) * RLD(w->ak + d);
+		UNROLL for (int z = 0; z < n; z++) e[z] += RLD(P + z * ld + d) * k;
+	}
+	for (int d = 0; d < ld; d += VR) {
+		const FN(vr) q = RLD(w->q + d) * RLD(w->ak + d);
+		UNROLL for (int z = 0; z < n; z++) o[z] += RLD(P + z * ld + d) * q;
+	}
+	REAL x[VR];
+	if (n == VR) {
+		const FN(vr) av = RLD(w->av + v), y = (RLD(w->v + v) - av * FN(sums)(e)) * RLD(w->be + v);
+		RST(w->o + v, (av * FN(sums)(o) + qk * y) * (REAL)s->scale64);
+		RST(x, y);
+	} else {
+		x[0] = (w->v[v] - w->av[v] * FN(hsum)(e[0])) * w->be[v];
+		w->o[v] = (w->av[v] * FN(hsum)(o[0]) + qk * x[0]) * (REAL)s->scale64;
+	}
+	for (int d = 0; d < ld; d += VR) {
+		const FN(vr) k = RLD(w->k + d), ak = RLD(w->ak + d);
+		if (next)
+			UNROLL for (int z = 0; z < n; z++) __builtin_prefetch(next + (v + z) * ld + d, 0, 2);
+		UNROLL for (int z = 0; z < n; z++) {
+			const FN(vr) u = RLD(P + z * ld + d) * (ak * w->av[v + z]) + k * x[z];
+			if (stream) st_stream(S + z * ld + d, (vf)u);
+			else RST(S + z * ld + d, u);
+		}
+	}
+}
+INL void FN(step_v_first)(const scan *s, const FN(token) *w, const REAL *P, REAL *S, int ld, const REAL *next, int stream) {
+	const REAL qk = FN(dot)(w->q, w->k, s->K);
+	int v = 0;
+	for (; v + VR <= s->V; v += VR) FN(step_rows)(s, w, P, S, ld, next, stream, qk, v, VR);
+	for (; v < s->V; v++) FN(step_rows)(s, w, P, S, ld, next, stream, qk, v, 1);
+}
+static void FN(step)(const scan *s, FN(token) *w, const REAL *P, REAL *S, int read) {
+	if (read) FN(step_as)(s, w, P, S, NULL, 1, 0);
+	else FN(step_as)(s, w, P, S, NULL, 0, 0);
 }
 // D behind the token becomes D before it. P, S: states before and behind it.
 static void FN(step_bwd)(const scan *s, FN(token) *w, const REAL *P, const REAL *S, REAL *D, REAL *dg) {
@@ -351,9 +409,3 @@ static int FN(token_run)(scan *s, int backward) {
 	FN(take)(&p, s->K * s->VP);
 	return gdnk_parallel(s->N * s->HV, p - (char *)NULL, FN(token_fwd), s);
 }
-#undef VR
-#undef EACH
-#undef LANE_OF
-#undef RLD
-#undef RST
-#undef EXP

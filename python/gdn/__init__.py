@@ -10,7 +10,7 @@ from ._lib import get_num_threads, set_num_threads
 from ._ops import VERSION as __version__
 
 _TORCH = ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda",
-          "fused_gdn_gate", "fused_kda_gate", "l2norm")
+          "fused_recurrent_kda_fwd", "fused_recurrent_gated_delta_rule_fwd", "fused_gdn_gate", "fused_kda_gate", "l2norm")
 
 __all__ = [*_TORCH, "get_num_threads", "set_num_threads", "__version__"]
 
@@ -19,9 +19,10 @@ if importlib.util.find_spec("torch") is not None:
     from .gates import fused_gdn_gate, fused_kda_gate
     from .kda import chunk_kda, fused_recurrent_kda
     from .norms import l2norm
+    from .serving import fused_recurrent_gated_delta_rule_fwd, fused_recurrent_kda_fwd
 else:
 
     def __getattr__(name):
         if name in _TORCH:
-            raise ImportError(f"gdn.{name} needs PyTorch, which is not installed; gdn.array has the same function for other arrays")
+            raise ImportError(f"gdn.{name} needs PyTorch, which is not installed; gdn.array computes the same of other arrays")
         raise AttributeError(f"module 'gdn' has no attribute {name!r}")

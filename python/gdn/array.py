@@ -142,12 +142,12 @@ def _call(name, given, out=None):
     op, out, views, owners, shapes = _lib.OPS[name], dict(out or {}), {}, [], {}
     row = op.row
     for t in row["tensors"]:
-        if t["role"] in ("in", "opt_in"):
+        if t["role"] in ("in", "opt_in", "inout"):
             array = given.pop(t["name"], None)
-            if array is None and t["role"] == "in":
+            if array is None and t["role"] != "opt_in":
                 raise TypeError(f"gdn.array.{name} needs {t['name']}")
             if array is not None:
-                views[t["name"]], owner = _view(t["name"], array)
+                views[t["name"]], owner = _view(t["name"], array, write=t["role"] == "inout")
                 owners.append(owner)
                 shapes[t["name"]] = views[t["name"]][3]
     numbers = [given.pop(n["name"], 0) for n in row["numbers"]]
@@ -193,8 +193,8 @@ def _operator(name):
     keyword = inspect.Parameter.KEYWORD_ONLY
     arguments, lines = [], []
     for t in row["tensors"]:
-        if t["role"] in ("in", "opt_in"):
-            arguments.append(inspect.Parameter(t["name"], keyword, default=inspect.Parameter.empty if t["role"] == "in" else None))
+        if t["role"] in ("in", "opt_in", "inout"):
+            arguments.append(inspect.Parameter(t["name"], keyword, default=None if t["role"] == "opt_in" else inspect.Parameter.empty))
             lines.append(f"    {t['name']} [{t['dims']}]: {t['doc']}")
     for n in row["numbers"]:
         arguments.append(inspect.Parameter(n["name"], keyword, default=0))

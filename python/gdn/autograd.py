@@ -38,6 +38,10 @@ def define():
     for name, (backward, upstream) in PAIRS.items():
         library.implement_autograd(name, _differentiable(_lib.OPS[name].row, _lib.OPS[backward].row, upstream))
         library.implement_autograd(backward, _once(_lib.OPS[backward].row))
+    for name, op in _lib.OPS.items():
+        if library.mutated(op.row):
+            library.implement_mutation(name)
+            library.implement_autograd(name, _in_place(op.row))
 
 
 def _differentiable(row, backward_row, upstream):
@@ -116,17 +120,21 @@ def _differentiable(row, backward_row, upstream):
     # The straight way to the CPU is 5 us shorter than the one by the dispatcher.
     variants = library.on_cpu[row["name"]]
     given = ", ".join(library.parameters(row))
-    needed = " or ".join(f"{t['name']}.requires_grad" if t["role"] == "in" else f"{t['name']} is not None and {t['name']}.requires_grad"
-                         for t in library.inputs(row))
     return library.compiled("kernel", [
         f"def kernel(keyset, {given}):",
-        f"    if is_grad_enabled() and ({needed}):",
+        f"    if is_grad_enabled() and ({_needed(row)}):",
         f"        return differentiable(keyset, {given})",
         "    if keyset == straight and forward_ad._current_level < 0:",
         f"        return {variants.call}",
         f"    return plain(keyset, {given})",
     ], is_grad_enabled=torch.is_grad_enabled, differentiable=differentiable, straight=_STRAIGHT, forward_ad=forward_ad, variants=variants,
         plain=plain)
+
+
+def _needed(row):
+    """An expression that tells whether an input requires its gradient."""
+    return " or ".join(f"{t['name']}.requires_grad" if t["role"] != "opt_in" else f"{t['name']} is not None and {t['name']}.requires_grad"
+                       for t in library.inputs(row))
 
 
 def _refuse_transforms(row):
@@ -161,6 +169,44 @@ def _once(row):
         return library.below_autograd(op, keyset, arguments)
 
     return kernel
+
+
+def _in_place(row):
+    """The Autograd kernel of an operator that updates a tensor in place, for inference: it has no gradient, and asking for one raises."""
+    op, changed = library.operator(row["name"]), library.mutated(row)
+    positions = [i for i, t in enumerate(library.inputs(row)) if t["name"] in changed]
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, keyset, *arguments):
+            return library.below_autograd(op, keyset, arguments)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise RuntimeError(f"gdn::{row['name']} is for inference and has no gradient: it overwrites the states that one would need")
+
+    Function.__name__ = Function.__qualname__ = f"gdn_{row['name']}"
+
+    def with_gradient(keyset, *arguments):
+        for i in positions:
+            if arguments[i].requires_grad:
+                raise RuntimeError(f"gdn::{row['name']} updates {library.inputs(row)[i]['name']} in place, which requires its gradient")
+        return Function.apply(keyset, *arguments)
+
+    def plain(keyset, *arguments):
+        return library.below_autograd(op, keyset, arguments)
+
+    variants, given = library.on_cpu[row["name"]], ", ".join(library.parameters(row))
+    return library.compiled("kernel", [
+        f"def kernel(keyset, {given}):",
+        f"    if is_grad_enabled() and ({_needed(row)}):",
+        f"        return with_gradient(keyset, {given})",
+        "    if keyset == straight:",
+        *(f"        increment_version({name})" for name in changed),
+        f"        return {variants.call}",
+        f"    return plain(keyset, {given})",
+    ], is_grad_enabled=torch.is_grad_enabled, with_gradient=with_gradient, straight=_STRAIGHT.add(torch._C.DispatchKey.ADInplaceOrView),
+        increment_version=torch.autograd.graph.increment_version, variants=variants, plain=plain)
 
 
 define()

@@ -2,7 +2,7 @@
 
 The torch operator ``gdn::NAME`` takes the row's inputs, its numbers (a bool where the range is 0 to 1) and a bool for each output that is
 made only on request. It returns all outputs of the row, a single one bare; one that is not made comes back as an empty tensor of shape
-[0].
+[0]. What a row updates in place is an input, and mutable in the schema.
 """
 
 import struct
@@ -36,6 +36,20 @@ def implement_autograd(name, kernel):
     _fragment.impl(name, kernel, "Autograd", with_keyset=True)
 
 
+def implement_mutation(name):
+    """Registers what PyTorch's count of a tensor's versions needs of an operator with mutable arguments."""
+    op, row = operator(name), _lib.OPS[name].row
+    positions = [i for i, t in enumerate(inputs(row)) if t["role"] == "inout"]
+
+    def kernel(keyset, *arguments):
+        for i in positions:
+            torch.autograd.graph.increment_version(arguments[i])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+
+    _fragment.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
 def below_autograd(op, keyset, arguments):
     """Goes on with a call below the Autograd key."""
     with torch._C._AutoDispatchBelowAutograd():
@@ -47,11 +61,16 @@ def operator(name):
 
 
 def inputs(row):
-    return [t for t in row["tensors"] if t["role"] in ("in", "opt_in")]
+    return [t for t in row["tensors"] if t["role"] in ("in", "opt_in", "inout")]
 
 
 def outputs(row):
     return [t for t in row["tensors"] if t["role"] in ("out", "opt_out")]
+
+
+def mutated(row):
+    """The names of the inputs that are updated in place."""
+    return [t["name"] for t in row["tensors"] if t["role"] == "inout"]
 
 
 def wants(row):
@@ -65,7 +84,8 @@ def parameters(row):
 
 
 def schema(row):
-    arguments = [("Tensor? " if t["role"] == "opt_in" else "Tensor ") + t["name"] for t in inputs(row)]
+    kinds = {"in": "Tensor", "opt_in": "Tensor?", **{name: f"Tensor({chr(97 + i)}!)" for i, name in enumerate(mutated(row))}}
+    arguments = [f"{kinds.get(t['name']) or kinds[t['role']]} {t['name']}" for t in inputs(row)]
     for n in row["numbers"]:
         kind = "float" if n["float"] else "bool" if (n["min"], n["max"]) == (0, 1) else "int"
         arguments.append(f"{kind} {n['name']}")
@@ -99,7 +119,7 @@ def _sizes(row):
     for t in inputs(row):
         letters = t["dims"].split()
         new = [d for d in letters if d in _ops.LETTERS and d not in known]
-        if t["role"] == "in" and new:
+        if t["role"] in ("in", "inout") and new:
             names[t["name"]] = [d if d in new else f"{t['name']}_{i}" for i, d in enumerate(letters)]
             lines.append(f"    {', '.join(names[t['name']])} = {t['name']}.shape")
             known.update(new)
@@ -250,7 +270,7 @@ def _variant(op, general, chosen):
     for t in row["tensors"]:
         letters = t["dims"].split()
         rank, new = len(letters), t["role"] in ("out", "opt_out")
-        present = t["role"] in ("in", "out") or chosen.get(t["name"] if t["role"] == "opt_in" else t["want"] or t["with"])
+        present = t["role"] in ("in", "inout", "out") or chosen.get(t["name"] if t["role"] == "opt_in" else t["want"] or t["with"])
         if present and letters[-1].startswith("["):
             rank = chosen[t["with"] or t["name"]]
             if rank not in (len(letters) - 1, len(letters)):
