@@ -277,11 +277,20 @@ INL void decay_factors(const scan *s, int c, const keys *k, chunk *w) {
 }
 
 // ---------------------------------------------------------------- decays by channels
-NOINL void load_channel_gates(const scan *s, int c, chunk *w, const sequence *q, int64_t t, int n, int64_t hv) {
+typedef struct { // rows of fp32 numbers; stream: store past the caches
+	float *p;
+	ptrdiff_t ld;
+	int stream;
+} rows;
+// The rows of log decays, the caller's own where they are that
+static rows load_channel_gates(const scan *s, int c, chunk *w, const sequence *q, int64_t t, int n, int64_t hv) {
 	const int KP = s->KP;
 	w->gt.n = n;
-	if (s->g.dtype) rows_in(w->a, KP, token_view(&s->g, q->b, q->t0 + t, hv), n, c, s->K);
-	else memset(w->a, 0, sizeof *w->a * c * KP);
+	if (s->g.dtype) {
+		const view v = token_view(&s->g, q->b, q->t0 + t, hv);
+		if (v.type == GDNK_F32 && v.col == 1 && n == c && s->K == KP && !s->gate) return (rows){(float *)v.p, v.row, 0};
+		rows_in(w->a, KP, v, n, c, s->K);
+	} else memset(w->a, 0, sizeof *w->a * c * KP);
 	if (s->gate) {
 		const float amp = w->gt.amp = amplitude(s, hv);
 		if (s->dt_bias.dtype) {
@@ -295,15 +304,18 @@ NOINL void load_channel_gates(const scan *s, int c, chunk *w, const sequence *q,
 				ST(w->a + i * KP + d, gate_f32(raw, amp, s->lower));
 			}
 	}
-	for (ptrdiff_t i = 0; i < (ptrdiff_t)c * KP; i += VW) ST(w->a + i, vexp(LD(w->a + i)));
+	return (rows){w->a, KP, 0};
 }
-INL void decay_channels_of(const scan *s, int c, const keys *k, chunk *w) {
+// a = exp(g), the operands with their decays, b_last
+INL void decay_channels_of(const scan *s, int c, const keys *k, chunk *w, rows g) {
 	const ptrdiff_t KP = s->KP;
 	const vf scale = bc(s->scale);
 	for (ptrdiff_t d = 0; d < KP; d += VW) {
 		vf p = bc(1);
 		UNROLL for (int i = 0; i < c; i++) {
-			p *= LD(w->a + i * KP + d);
+			const vf a = vexp(LD(g.p + i * g.ld + d));
+			p *= a;
+			ST(w->a + i * KP + d, a);
 			ST(w->X + i * KP + d, LD(k->q + i * KP + d) * (p * scale));
 			ST(w->X + (c + i) * KP + d, LD(k->k + i * KP + d) * p);
 		}
@@ -368,17 +380,12 @@ INL void channel_pairs_of(const scan *s, int c, const keys *key, chunk *w, float
 			}
 	}
 }
-NOINL void decay_channels(const scan *s, const keys *k, chunk *w) { decay_channels_of(s, C, k, w); }
+NOINL void decay_channels(const scan *s, const keys *k, chunk *w, rows g) { decay_channels_of(s, C, k, w, g); }
 NOINL void channel_pairs(const scan *s, const keys *k, chunk *w, float *R) { channel_pairs_of(s, C, k, w, R); }
-NOINL void decay_channels_fwd(const scan *s, const keys *k, chunk *w) { decay_channels_of(s, FC, k, w); }
+NOINL void decay_channels_fwd(const scan *s, const keys *k, chunk *w, rows g) { decay_channels_of(s, FC, k, w, g); }
 NOINL void channel_pairs_fwd(const scan *s, const keys *k, chunk *w, float *R) { channel_pairs_of(s, FC, k, w, R); }
 
 // ---------------------------------------------------------------- forward
-typedef struct { // rows of fp32 numbers; stream: store past the caches
-	float *p;
-	ptrdiff_t ld;
-	int stream;
-} rows;
 // The state is kept as S = lag S': while the product of the decays is not too small, a chunk's decay goes into lag and from there into the
 // factors of rows, and S' is not multiplied at all. Returns the new lag.
 static float lag_state(chunk *c, float lag) {
@@ -394,9 +401,10 @@ static float lag_state(chunk *c, float lag) {
 }
 // S' <- mul S' + K^T (d V'), or S <- b_last S + (K d)^T V'. V' stays in registers where there are enough: a fifth fewer loads than row tiles make.
 enum { KEEP, ONE, ROWS }; // factors of the state: none, mul, one for each row, which are the decays of channels
-#define FACTOR(row) (factors == ROWS ? bc(c->eLv[row]) : mul)
+#define FACTOR(row) (factors == ROWS ? bc(b_last[row]) : mul)
 INL void update_panel(int factors, const chunk *c, const float *K, ptrdiff_t KP, float *S, float *VN, prefetch *Q) {
 	const vf mul = bc(c->mul);
+	const float *const b_last = c->eLv;
 #if RB == 8
 	vf x[FC][NR];
 	UNROLL for (int j = 0; j < FC; j++)
@@ -622,8 +630,7 @@ static void fwd_unit(void *ctx, int64_t unit, char *base) {
 				for (int64_t hv = h * s->G; hv < (h + 1) * s->G; hv++) {
 					load_beta(s, FC, c, &q, t, m, hv);
 					if (s->channels) {
-						load_channel_gates(s, FC, c, &q, t, m, hv);
-						decay_channels_fwd(s, &w.key, c);
+						decay_channels_fwd(s, &w.key, c, load_channel_gates(s, FC, c, &q, t, m, hv));
 						channel_pairs_fwd(s, &w.key, c, w.R);
 					} else {
 						load_gates(s, FC, &c->gt, &q, t, m, hv);
@@ -1054,8 +1061,7 @@ static void bwd_unit(void *ctx, int64_t unit, char *base) {
 					float *e = w.e + i * C * VP;
 					load_beta(s, C, c, &q, t0 + i * C, m, hv);
 					if (s->channels) {
-						load_channel_gates(s, C, c, &q, t0 + i * C, m, hv);
-						decay_channels(s, &key[i], c);
+						decay_channels(s, &key[i], c, load_channel_gates(s, C, c, &q, t0 + i * C, m, hv));
 						channel_pairs(s, &key[i], c, w.R);
 					} else {
 						load_gates(s, C, &c->gt, &q, t0 + i * C, m, hv);

@@ -70,9 +70,16 @@ INL void restore_denormals(uint64_t old) {
 
 // exp(x) for x <= 0; -inf gives 0, NaN stays. Cody and Waite's reduction and the Cephes polynomial: 1 ulp.
 INL vf vexp(vf x) {
+	// Of 512 bits one instruction multiplies by 2^n, whatever n, and the maximum keeps NaN: 14 instructions instead of 20.
+#if VW == 16
+	vf xc = (vf)_mm512_max_ps((__m512)bc(-104.f), (__m512)x);
+#else
 	vf xc = sel(x < -104.f, bc(-104.f), x);
+#endif
 	vf n = xc * 1.44269504f + 12582912.f; // the sum rounds to an integer that stands in the low mantissa bits
+#if VW < 16
 	vi ni = (vi)n;
+#endif
 	n -= 12582912.f;
 	vf r = xc - n * 0.693359375f;
 	r = r + n * 2.12194440e-4f;
@@ -82,8 +89,12 @@ INL vf vexp(vf x) {
 	p = p * r + 1.6666665459e-1f;
 	p = p * r + 5.0000001201e-1f;
 	p = p * r * r + r + 1.f;
+#if VW == 16
+	return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
 	vf y = sel(x < -87.f, bc(0), (vf)((ni << 23) + (vi)p));
 	return sel(x == x, y, x);
+#endif
 }
 
 INL vf vabs(vf x) { return (vf)((vi)x & 0x7fffffff); }
