@@ -93,7 +93,7 @@ def delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state=None, use_q
         amplitude = torch.ones((), dtype=torch.float64) if A_log is None else A_log.reshape(hv, *[1] * (g.dim() - 3)).exp()
         x = g if dt_bias is None else g + dt_bias.reshape(g.shape[2:])
         if lower_bound is None:
-            g = -amplitude * torch.nn.functional.softplus(x, threshold=1e9)
+            g = -amplitude * torch.nn.functional.softplus(x, threshold=40)
         else:
             g = lower_bound * torch.sigmoid(amplitude * x)
     if beta is None:
