@@ -110,9 +110,7 @@ def test_unknown_keyword(function):
 
 
 @both
-def test_refused(function):
-    with pytest.raises(NotImplementedError):
-        function(**tensors(), cp_context=object())
+def test_head_first_is_refused(function):
     with pytest.raises(DeprecationWarning):
         function(**tensors(), head_first=True)
 
