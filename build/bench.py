@@ -13,8 +13,8 @@ lengthen; alone on a core it is the wall time. Rows of more threads count wall t
 process did not get its cores is marked as disturbed and has no ratios. The peak is always CPU time of one thread.
 
 Results go to build/out/bench.json and bench.md, and with ARGS=--readme the rows of README.md's table there too. FLOPs are counted as 6 K V
-per token and value head forward and 22 K V with backward, whatever the algorithm does, and a fraction is GFLOP/s by the FMA peak of one
-thread times the threads.
+per token and value head forward and 22 K V with backward, for frame GDN as 2 D^3 per frame and head forward and 6 D^3 with backward, whatever
+the algorithm does, and a fraction is GFLOP/s by the FMA peak of one thread times the threads.
 """
 
 import argparse
@@ -69,6 +69,129 @@ class Row:
     def flops(self):
         return (22 if self.passes == "fwd+bwd" else 6) * self.K * self.V * self.B * self.T * self.HV
 
+    def ours(self):
+        return operation(self, gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule)
+
+    def peers(self):
+        """Functions to compare with, by name."""
+        peer = transformers_peer() if self.peer else None
+        return {"transformers": operation(self, peer["chunk"], peer["recurrent"])} if peer else {}
+
+    def alone(self):
+        return alone(self)
+
+
+@dataclasses.dataclass
+class FrameRow:
+    """A scan of frame GDN, numerator and denominator. Peers: the scan with cumulative products and a correction, as it is spread over ranks
+    elsewhere (seed), and a loop over frames of torch.baddbmm."""
+
+    passes: str  # fwd, fwd+bwd
+    B: int
+    T: int
+    H: int
+    D: int
+    dtype: str = "float32"
+    threads: int = 1
+    memory = call = False
+
+    @property
+    def name(self):
+        return f"frame/{self.passes}/{self.dtype}/B{self.B}.T{self.T}.H{self.H}.D{self.D}/t{self.threads}"
+
+    @property
+    def flops(self):
+        return (6 if self.passes == "fwd+bwd" else 2) * self.D ** 3 * self.B * self.T * self.H
+
+    def inputs(self):
+        torch.manual_seed(0)
+        tokens = 64  # a frame; their number does not matter to the scan
+        k, v, kz = (torch.randn(self.B, self.T * tokens, self.H, self.D) * (self.D * tokens) ** -0.5 for _ in range(3))
+        made = gdn.frame.build_transitions(k, v, torch.rand(self.B, self.T, self.H), 0.9 + 0.1 * torch.rand(self.B, self.T, self.H), kz)
+        return [t.to(getattr(torch, self.dtype)) for t in made]
+
+    def operation(self, scan):
+        tensors = self.inputs()
+        if self.passes == "fwd":
+
+            def forward():
+                with torch.no_grad():
+                    return scan(*tensors)[:2]
+
+            return forward
+        for t in tensors:
+            t.requires_grad_()
+        upstream = [torch.randn_like(t) for t in tensors[1::2]]
+
+        def both():
+            results = scan(*tensors)[:2]
+            return *(r.detach() for r in results), *torch.autograd.grad(results, tensors, upstream)
+
+        return both
+
+    def ours(self):
+        return self.operation(gdn.frame.scan)
+
+    def peers(self):
+        def right(W):
+            products = [W[:, 0]]
+            for t in range(1, W.shape[1]):
+                products.append(products[-1] @ W[:, t])
+            return torch.stack(products, 1)
+
+        def left(W):
+            products = [W[:, 0]]
+            for t in range(1, W.shape[1]):
+                products.append(W[:, t] @ products[-1])
+            return torch.stack(products, 1)
+
+        def local(W, U, Wz, uz):
+            S, z = torch.zeros_like(U[:, 0]), torch.zeros_like(uz[:, 0])
+            states, zs = [], []
+            for t in range(W.shape[1]):
+                S = torch.matmul(S, W[:, t]) + U[:, t]
+                z = torch.bmm(Wz[:, t], z.unsqueeze(-1)).squeeze(-1) + uz[:, t]
+                states.append(S)
+                zs.append(z)
+            return torch.stack(states, 1), torch.stack(zs, 1)
+
+        def seed(W, U, Wz, uz):
+            C, Cz = right(W), left(Wz)
+            S, z = local(W, U, Wz, uz)
+            start, start_z = torch.zeros_like(U[:, 0]), torch.zeros_like(uz[:, 0])
+            return S + start.unsqueeze(1) @ C, z + (Cz @ start_z[:, None, :, None]).squeeze(-1)
+
+        def baddbmm(W, U, Wz, uz):
+            S, z = U[:, 0], uz[:, 0].unsqueeze(-1)
+            states, zs = [S], [z]
+            for t in range(1, W.shape[1]):
+                S, z = torch.baddbmm(U[:, t], S, W[:, t]), torch.baddbmm(uz[:, t].unsqueeze(-1), Wz[:, t], z)
+                states.append(S)
+                zs.append(z)
+            return torch.stack(states, 1), torch.stack(zs, 1).squeeze(-1)
+
+        return {"seed": self.operation(seed), "baddbmm": self.operation(baddbmm)}
+
+    def alone(self):
+        tensors = dict(zip(("W", "U", "Wz", "uz"), self.inputs()))
+        keep, forward = prepared("frame_fwd", tensors, (0, False, False), (False, False))
+        if self.passes == "fwd":
+            return lambda: (forward(), keep)
+        given = {n: keep[n] for n in ("W", "S", "Wz", "z")}
+        held, backward = prepared("frame_bwd", {**given, "dS": torch.randn_like(keep["S"]), "dz": torch.randn_like(keep["z"])}, (0, False, False), ())
+        return lambda: (forward(), backward(), keep, held)
+
+
+def prepared(name, given, numbers, wants):
+    """All tensors of an operator's call, and a function that runs it on them."""
+    table = _lib.OPS[name].row
+    with torch.no_grad():
+        results = library.operator(name)(*(given.get(t["name"]) for t in library.inputs(table)), *numbers, *wants)
+    made = dict(zip((t["name"] for t in library.outputs(table)), results))
+    given = {**given, **{n: t for n, t in made.items() if t.numel()}}
+    views = [library.view(given[t["name"]]) if t["name"] in given else None for t in table["tensors"]]
+    return given, lambda: _lib.OPS[name](views, numbers)
+
 
 MODEL = (1, 2048, 32, 32, 128, 128)
 ROWS = [
@@ -85,6 +208,10 @@ ROWS = [
     *(Row("decode", B, 1, 32, 32, 128, 128, threads=t) for B in (1, 64) for t in (1, 2)),
     Row("decode", 1, 1, 32, 32, 128, 128, dtype="bfloat16"),
     Row("decode", 1, 1, 1, 1, 128, 128, call=True),
+    # SANA: a rank's share of a long video; a chunk while streaming
+    *(FrameRow(p, 1, 61, 20, 112, threads=t) for t in (1, 2) for p in ("fwd", "fwd+bwd")),
+    FrameRow("fwd", 1, 61, 20, 112, dtype="bfloat16"),
+    FrameRow("fwd", 1, 11, 20, 128),
 ]
 
 
@@ -170,25 +297,18 @@ def alone(row):
     tensors = dict(zip(("q", "k", "v", "g", "beta"), inputs(row)))
     numbers = (0.0, row.l2norm, False, False, False, False)
 
-    def prepared(name, given):
-        table = _lib.OPS[name].row
-        names = [t["name"] for t in library.inputs(table)]
-        wants = [want == ("output_final_state" if row.passes == "decode" else "save") and row.passes != "fwd" for want in library.wants(table)]
-        results = library.operator(name)(*(given.get(n) for n in names), *numbers, *wants)
-        made = dict(zip((t["name"] for t in library.outputs(table)), results))
-        given = {**given, **{n: t for n, t in made.items() if t.numel()}}
-        views = [library.view(given[t["name"]]) if t["name"] in given else None for t in table["tensors"]]
-        return given, lambda: _lib.OPS[name](views, numbers)
+    def wants(name):
+        return [want == ("output_final_state" if row.passes == "decode" else "save") and row.passes != "fwd" for want in library.wants(_lib.OPS[name].row)]
 
-    with torch.no_grad():
-        if row.passes == "decode":
-            keep, run = prepared("recurrent_fwd", {**tensors, "initial_state": torch.randn(row.B, row.HV, row.K, row.V)})
-            return lambda: (run(), keep)
-        keep, forward = prepared("fwd", tensors)
-        if row.passes == "fwd":
-            return lambda: (forward(), keep)
-        held, backward = prepared("bwd", {**tensors, "tape": keep["tape"], "dout": torch.randn_like(tensors["v"])})
-        return lambda: (forward(), backward(), keep, held)
+    if row.passes == "decode":
+        state = torch.randn(row.B, row.HV, row.K, row.V)
+        keep, run = prepared("recurrent_fwd", {**tensors, "initial_state": state}, numbers, wants("recurrent_fwd"))
+        return lambda: (run(), keep)
+    keep, forward = prepared("fwd", tensors, numbers, wants("fwd"))
+    if row.passes == "fwd":
+        return lambda: (forward(), keep)
+    held, backward = prepared("bwd", {**tensors, "tape": keep["tape"], "dout": torch.randn_like(tensors["v"])}, numbers, ())
+    return lambda: (forward(), backward(), keep, held)
 
 
 def timed(f, clock):
@@ -202,19 +322,18 @@ def distance(ours, theirs):
     return max(((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() for a, b in zip(ours, theirs))
 
 
-def measure(row, machine, peer, cores):
+def measure(row, machine, cores):
     torch.set_num_threads(row.threads)
     gdn.set_num_threads(row.threads)
     os.sched_setaffinity(0, cores[:1] if row.threads == 1 else cores)
-    ours = operation(row, gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule)
-    theirs = operation(row, peer["chunk"], peer["recurrent"]) if peer and row.peer else None
+    ours, theirs = row.ours(), row.peers()
     results = ours()  # the first call of each is not timed, but compared
-    if theirs:
-        apart = distance(results, theirs())
+    for name, peer in theirs.items():
+        apart = distance(results, peer())
         if apart > (2e-2 if row.dtype == "bfloat16" else 1e-4):
-            raise SystemExit(f"{row.name}: libgdn and transformers differ by {apart:.1e}; figures of wrong results are worth nothing")
+            raise SystemExit(f"{row.name}: libgdn and {name} differ by {apart:.1e}; figures of wrong results are worth nothing")
     del results
-    operators = alone(row)
+    operators = row.alone()
     gc.collect()
     gc.disable()
 
@@ -223,7 +342,7 @@ def measure(row, machine, peer, cores):
     once = statistics.median(timed(operators, clock) for _ in range(3))
     calls = max(1, min(1000, int(0.1 / once)))
     rounds = max(5, min(15, int(3 / (once * calls))))
-    mine, called, others, peaks, wall, cpu = [], [], [], [], 0.0, 0.0
+    mine, called, others, peaks, wall, cpu = [], [], {name: [] for name in theirs}, [], 0.0, 0.0
     for turn in range(rounds):
         peaks.append(machine.peak())
         began = time.perf_counter(), time.process_time()
@@ -232,17 +351,18 @@ def measure(row, machine, peer, cores):
         called += [timed(ours, clock) for _ in range(calls)]
         if turn % 4 == 0:
             machine.copy()
-        if theirs and (turn < 3 or others[0] < 0.1):
-            others += [timed(theirs, clock) for _ in range(max(1, min(calls, int(0.1 / others[0]))) if others else 1)]
+        for name, times in others.items():
+            if turn < 3 or times[0] < 0.1:
+                times += [timed(theirs[name], clock) for _ in range(max(1, min(calls, int(0.1 / times[0]))) if times else 1)]
     gc.enable()
 
     seconds, peak = statistics.median(mine), statistics.median(peaks)
     gflops = row.flops / seconds * 1e-9
     result = {"name": row.name, "ms": seconds * 1e3, "gflops": gflops, "peak_gflops": peak, "fraction": gflops / (peak * row.threads),
               "best_ms": min(mine) * 1e3, "torch_ms": statistics.median(called) * 1e3, "calls": len(mine), "cores": cpu / wall, "peers": {}}
-    if theirs:
-        result["peers"]["transformers"] = {"ms": statistics.median(others) * 1e3, "ratio": statistics.median(others) / statistics.median(called),
-                                           "calls": len(others)}
+    for name, times in others.items():
+        result["peers"][name] = {"ms": statistics.median(times) * 1e3, "ratio": statistics.median(times) / statistics.median(called),
+                                 "calls": len(times)}
     if row.threads > 1 and cpu / wall < 0.8 * row.threads:
         result["disturbed"] = True
         for figures in result["peers"].values():
@@ -253,7 +373,7 @@ def measure(row, machine, peer, cores):
         result["call_us"] = statistics.median(timed(ours, time.perf_counter) for _ in range(20000)) * 1e6
     if row.memory:
         result["extra_gib"] = memory_in_child(row, "libgdn")
-        if theirs:
+        if "transformers" in theirs:
             result["peers"]["transformers"]["extra_gib"] = memory_in_child(row, "transformers")
     return result
 
@@ -310,15 +430,15 @@ def table(report):
         "",
         "Medians: CPU time of the process for one thread (t1), wall time for more. ms: the operators on memory that is there. From PyTorch: the",
         "same with allocation of the results.",
-        "GFLOP/s count 6 K V per token and value head forward, 22 K V with backward. Fraction: of the FMA peak of one thread times the threads,",
-        "measured in turn with the row. transformers: its functions in plain PyTorch on the same tensors and threads, and how many times longer",
-        "they take than libgdn from PyTorch. Call: wall time.",
+        "GFLOP/s count 6 K V per token and value head forward, 22 K V with backward; frame GDN 2 D^3 per frame and head, 6 D^3. Fraction: of the FMA",
+        "peak of one thread times the threads, measured in turn with the row. Peers: others' algorithms in plain PyTorch on the same tensors and",
+        "threads (transformers' functions; for frame GDN the scan by cumulative products, and a loop of baddbmm), and how many times longer they take",
+        "than libgdn from PyTorch. Call: wall time.",
         "",
-        "| row | ms | GFLOP/s | fraction | from PyTorch, ms | transformers, ms | ratio | more |",
+        "| row | ms | GFLOP/s | fraction | from PyTorch, ms | peer, ms | ratio | more |",
         "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in report["rows"]:
-        peer = row["peers"].get("transformers", {})
         more = []
         if "call_us" in row:
             more.append(f"{row['call_us']:.1f} µs a call")
@@ -326,34 +446,36 @@ def table(report):
             more.append(f"{row['state_gb_s']:.1f} GB/s of state")
         if "extra_gib" in row:
             more.append(f"{row['extra_gib']:.2f} GiB extra")
-        if "extra_gib" in peer:
-            more.append(f"transformers {peer['extra_gib']:.2f} GiB")
+        more += [f"{name} {peer['extra_gib']:.2f} GiB" for name, peer in row["peers"].items() if "extra_gib" in peer]
         if "disturbed" in row:
             more.append(f"disturbed: got {row['cores']:.1f} cores")
         digits = 1 if row["ms"] >= 10 else 3
         lines.append(f"| {row['name']} | {row['ms']:.{digits}f} | {row['gflops']:.1f} | {row['fraction']:.2f} | {row['torch_ms']:.{digits}f} | "
-                     + (f"{peer['ms']:.{1 if peer['ms'] >= 10 else 3}f} | " if peer else " | ")
-                     + (f"{peer['ratio']:.1f}" if "ratio" in peer else "") + f" | {', '.join(more)} |")
+                     + "<br>".join(f"{name} {peer['ms']:.{1 if peer['ms'] >= 10 else 3}f}" for name, peer in row["peers"].items()) + " | "
+                     + "<br>".join(f"{peer['ratio']:.1f}" for peer in row["peers"].values() if "ratio" in peer) + f" | {', '.join(more)} |")
     return "\n".join(lines) + "\n"
 
 
 def update_readme(report):
     """Replaces what lies between the marks by the rows that have a peer."""
-    peers = {row["name"]: row["peers"]["transformers"] for row in report["rows"] if "ratio" in row["peers"].get("transformers", {})}
+    peers = {row["name"]: [(name, peer) for name, peer in row["peers"].items() if "ratio" in peer] for row in report["rows"]}
     lines = [
         f"{report['cpu']}, {report['cores']} cores, FMA peak {report['peak_gflops']:.0f} GFLOP/s a core; PyTorch {report['torch']}, transformers",
         f"{report['transformers']}; commit {report['commit']}. t1 is one thread. Fraction: of the FMA peak, by the operators alone, with 6 K V FLOPs counted per",
-        "token and value head forward and 22 K V with backward. Times are of calls from PyTorch; transformers is its own code in plain PyTorch.",
+        "token and value head forward and 22 K V with backward (frame GDN: 2 D^3 per frame and head, 6 D^3). Times are of calls from PyTorch. Peers are",
+        "in plain PyTorch: transformers' own code; for frame GDN the scan by cumulative products (seed) and a loop of torch.baddbmm.",
         "",
-        "| operator, pass, dtype, sizes, threads | fraction | libgdn, ms | transformers, ms | ratio |",
+        "| operator, pass, dtype, sizes, threads | fraction | libgdn, ms | peer, ms | ratio |",
         "|---|---:|---:|---:|---:|",
     ]
     for row in report["rows"]:
-        peer = peers.get(row["name"])
-        if peer:
+        def shown(ms):
+            return f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}"
+
+        if theirs := peers[row["name"]]:
             fraction = "" if "/decode/" in row["name"] else f"{row['fraction']:.2f}"  # it is bound by memory
-            ours, theirs = (f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}" for ms in (row["torch_ms"], peer["ms"]))
-            lines.append(f"| {row['name']} | {fraction} | {ours} | {theirs} | {peer['ratio']:.1f} |")
+            lines.append(f"| {row['name']} | {fraction} | {shown(row['torch_ms'])} | " + "<br>".join(f"{name} {shown(peer['ms'])}" for name, peer in theirs)
+                         + " | " + "<br>".join(f"{peer['ratio']:.1f}" for _, peer in theirs) + " |")
     lines += [""]
     if any(row["cores"] < 0.9 or "disturbed" in row for row in report["rows"]):
         lines.append("Other jobs ran on the machine at the time, and what they did to caches and memory is in these figures.")
@@ -392,17 +514,17 @@ def main():
         parser.error(f"no row has {args.only!r} in its name; --list prints them")
 
     cores = sorted(os.sched_getaffinity(0))
-    machine, peer = Machine(), transformers_peer()
-    if peer:
+    machine = Machine()
+    if transformers_peer():
         import transformers
     report = {"commit": commit(), "cpu": cpu_name(), "cores": len(cores), "library": _lib.library().gdn_build_info().decode(),
-              "torch": torch.__version__, "transformers": transformers.__version__ if peer else None}
+              "torch": torch.__version__, "transformers": transformers.__version__ if transformers_peer() else None}
     report["rows"] = []
     for row in rows:
         if row.threads > len(cores):
             print(f"{row.name}: left out, {len(cores)} core(s) may be used")
             continue
-        result = measure(row, machine, peer, cores)
+        result = measure(row, machine, cores)
         report["rows"].append(result)
         ratio = "".join(f", {figures['ratio']:.1f}x {name}" for name, figures in result["peers"].items() if "ratio" in figures)
         ratio += ", disturbed" if "disturbed" in result else ""

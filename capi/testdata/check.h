@@ -52,7 +52,7 @@ typedef struct {
 
 static const double want_o[] = {4, 9}, want_ht[] = {4, 3, 0, 3};
 
-static void set_one_token(one_token *x) {
+__attribute__((unused)) static void set_one_token(one_token *x) {
 	static const float q[] = {1, 2}, k[] = {1, -1}, v[] = {4, 0}, h0[] = {2, 4, 6, 8};
 	memset(x, 0, sizeof *x);
 	memcpy(x->q, q, sizeof q);
