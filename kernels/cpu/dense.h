@@ -66,13 +66,13 @@ static int FN(finite)(const REAL *x, int ld, int rows) {
 }
 
 // ---------------------------------------------------------------- products
-// A register tile of m rows by nv vectors: C (+)= A B over k steps, a multiple of 4, with a request or two to memory every 4.
+// A register tile of m rows by nv vectors: C (+)= A B over k steps, a multiple of 4, with two requests to memory every 4 as long as there are any.
 INL void FN(tile)(int m, int nv, int add, int k, const REAL *A, ptrdiff_t sm, ptrdiff_t sk, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, prefetch *q) {
 	FN(vec) a[8][3];
 	UNROLL for (int i = 0; i < m; i++)
 		UNROLL for (int z = 0; z < nv; z++) a[i][z] = add ? (FN(vec))VLD(C + i * ldc + z * VL) : (FN(vec)){0};
 	for (int d = 0; d < k; d += 4) {
-		if (q) pf(q, 2);
+		pf(q, 2);
 		UNROLL for (int u = 0; u < 4; u++) {
 			FN(vec) b[3];
 			UNROLL for (int z = 0; z < nv; z++) b[z] = VLD(B + (d + u) * ldb + z * VL);
@@ -92,8 +92,7 @@ INL void FN(panels)(int m, int n, int k, const REAL *A, ptrdiff_t sm, ptrdiff_t 
 	enum { WIDE = RB == 8 ? 8 : 4 }; // rows of a tile three vectors wide
 #define TILE(rows, nv)                                                                                                                   \
 	{                                                                                                                                    \
-		if (add) FN(tile)(rows, nv, 1, k, A + r * sm, sm, sk, B + c, ldb, C + r * ldc + c, ldc, q);                                       \
-		else FN(tile)(rows, nv, 0, k, A + r * sm, sm, sk, B + c, ldb, C + r * ldc + c, ldc, q);                                           \
+		FN(tile)(rows, nv, add, k, A + r * sm, sm, sk, B + c, ldb, C + r * ldc + c, ldc, q);                                              \
 		r += rows;                                                                                                                       \
 	}
 #define PANEL(nv, high)                                                                                                                  \
@@ -115,14 +114,14 @@ INL void FN(panels)(int m, int n, int k, const REAL *A, ptrdiff_t sm, ptrdiff_t 
 #undef PANEL
 #undef TILE
 }
-// C (+)= A B with A's rows as they lie, with and without requests to memory, and C (+)= A^T B
+// C (+)= A B with A's rows as they lie, and C (+)= A^T B; q: what to ask memory for meanwhile, or NULL
 NOINL void FN(product)(int m, int n, int k, const REAL *A, ptrdiff_t lda, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, int add, prefetch *q) {
-	if (q) FN(panels)(m, n, k, A, lda, 1, B, ldb, C, ldc, add, 0, q);
-	else FN(panels)(m, n, k, A, lda, 1, B, ldb, C, ldc, add, 0, NULL);
+	prefetch none = {0};
+	FN(panels)(m, n, k, A, lda, 1, B, ldb, C, ldc, add, 0, q ? q : &none);
 }
 NOINL void FN(product_t)(int m, int n, int k, const REAL *A, ptrdiff_t lda, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, int add, int upper, prefetch *q) {
-	if (q) FN(panels)(m, n, k, A, 1, lda, B, ldb, C, ldc, add, upper, q);
-	else FN(panels)(m, n, k, A, 1, lda, B, ldb, C, ldc, add, upper, NULL);
+	prefetch none = {0};
+	FN(panels)(m, n, k, A, 1, lda, B, ldb, C, ldc, add, upper, q ? q : &none);
 }
 // C += A B where a zero of A counts for nothing, even against what is not finite
 NOINL void FN(product_sparse)(int m, int n, int k, const REAL *A, ptrdiff_t lda, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc) {

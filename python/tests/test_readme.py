@@ -17,21 +17,28 @@ def readme():
         return f.read()
 
 
-def block(text, language):
-    blocks = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1
-    return blocks[0]
+def block(text, language, number=0):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[number]
 
 
-def test_python(readme, tmp_path):
+def python(readme, number, tmp_path):
+    """The lines that a Python example prints."""
     script = tmp_path / "example.py"
-    script.write_text(block(readme, "python"))
+    script.write_text(block(readme, "python", number))
     path = os.pathsep.join(filter(None, [os.path.join(ROOT, "python"), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    first, second = ran.stdout.splitlines()
+    return ran.stdout.splitlines()
+
+
+def test_python(readme, tmp_path):
+    first, second = python(readme, 0, tmp_path)
     assert first.startswith("torch.Size([1, 512, 4, 64]) tensor(") and "nan" not in first
     assert second == "torch.Size([1, 1, 4, 64]) torch.Size([1, 4, 64, 64])"
+
+
+def test_frames(readme, tmp_path):
+    assert python(readme, 1, tmp_path) == ["torch.Size([1, 200, 2, 16]) torch.Size([2, 5, 16, 16])"]
 
 
 def test_c(readme, tmp_path):
