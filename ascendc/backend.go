@@ -109,6 +109,37 @@ func (b *Backend) Supports(c *core.Call) (string, error) {
 	return fmt.Sprintf("ascend, %s, CANN %s on %s", p.what, a.version, a.soc), nil
 }
 
+// Info reports what this machine has for Ascend NPUs.
+func (b *Backend) Info() string {
+	b.once.Do(func() { b.acl, b.err = load() })
+	if b.err != nil {
+		return b.err.Error()
+	}
+	a := b.acl
+	lines := []string{fmt.Sprintf("CANN %s, %s", a.version, a.soc)}
+	switch {
+	case a.fla == nil:
+		lines = append(lines, "fla-npu: not found")
+	case a.fla.err != nil:
+		lines = append(lines, fmt.Sprintf("fla-npu: %v", a.fla.err))
+	default:
+		lines = append(lines, fmt.Sprintf("fla-npu: %s, version %s", a.fla.library, a.fla.version))
+	}
+	for _, op := range core.Ops {
+		for _, p := range paths[op.Name] {
+			state := "present"
+			for _, need := range p.needs {
+				if v := need.in(a); v.err != nil {
+					state = v.err.Error()
+					break
+				}
+			}
+			lines = append(lines, fmt.Sprintf("gdn_%s by %s: %s", op.Name, p.what, state))
+		}
+	}
+	return strings.Join(lines, "\n")
+}
+
 // Run enqueues a call on the caller's stream.
 func (b *Backend) Run(c *core.Call) (err error) {
 	a, err := b.open(c)

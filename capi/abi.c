@@ -171,6 +171,12 @@ int32_t gdn_set_allocator(void *(*allocate)(void *user, int32_t device, size_t b
 	return GDN_OK;
 }
 
+const char *gdn_ascend_info(void) {
+	if (forked || gdnc_enter(GDNC_ASCEND_INFO, 0, 1) != GDN_OK)
+		return gdn_last_error();
+	return gdn_last_path();
+}
+
 int32_t gdn_trim(void) { return gdnc_enter(GDNC_TRIM, 0, 1); }
 
 int32_t gdn_set_num_threads(int32_t n) { return gdnc_enter(GDNC_SET_THREADS, &n, 1); }

@@ -14,6 +14,7 @@ enum {
 	GDNC_ISA = -4,         // gdnc_text * to write
 	GDNC_BUILD_INFO = -5,  // gdnc_text * to write
 	GDNC_TRIM = -6,        // nothing
+	GDNC_ASCEND_INFO = -7, // nothing: the answer is the thread's path
 };
 
 #ifdef __clang__

@@ -60,6 +60,9 @@ func enter(backends []core.Backend, op int, args unsafe.Pointer, run bool) (path
 	if op >= 0 {
 		return core.Dispatch(backends, core.Ops[op], args, run)
 	}
+	if op == C.GDNC_ASCEND_INFO {
+		return ascend.Info(), nil
+	}
 	return "", service(op, args)
 }
 

@@ -1500,6 +1500,11 @@ int32_t gdn_set_stream(void *stream);
 int32_t gdn_set_allocator(void *(*allocate)(void *user, int32_t device, size_t bytes, void *stream),
                           void (*release)(void *user, int32_t device, void *memory, size_t bytes, void *stream), void *user);
 
+// What there is for Ascend NPUs on this machine, for reports: CANN's release, the chip, fla-npu, and for each operator the ways to run it or
+// what they lack; or why there is no CANN. Loads CANN if that has not happened yet. Good until the thread's next call of this function or
+// of gdn_supports.
+const char *gdn_ascend_info(void);
+
 // Waits for the devices and gives back the memory that the library keeps on them.
 int32_t gdn_trim(void);
 

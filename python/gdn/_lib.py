@@ -96,6 +96,11 @@ def _load():
         ("gdn_isa", ctypes.c_char_p, []),
         ("gdn_set_num_threads", ctypes.c_int32, [ctypes.c_int32]),
         ("gdn_get_num_threads", ctypes.c_int32, []),
+        ("gdn_last_path", ctypes.c_char_p, []),
+        ("gdn_ascend_info", ctypes.c_char_p, []),
+        ("gdn_set_stream", ctypes.c_int32, [ctypes.c_void_p]),
+        ("gdn_set_allocator", ctypes.c_int32, [ctypes.c_void_p] * 3),
+        ("gdn_trim", ctypes.c_int32, []),
         ("gdn_supports", ctypes.c_int32, [ctypes.c_char_p, ctypes.c_void_p]),
         *((f"gdn_{row['name']}", ctypes.c_int32, [ctypes.c_void_p]) for row in _ops.OPS),
     ):
@@ -178,9 +183,10 @@ class Op:
         check(self.function(frame[0]))
 
     def supports(self, views, numbers):
-        """Raises what the call would raise, without running it."""
+        """Raises what the call would raise, without running it; returns by which path it would run."""
         frame = self._packed(views, numbers)
         check(library().gdn_supports(self.name.encode(), frame[0]))
+        return library().gdn_last_path().decode()
 
 
 OPS = {row["name"]: Op(row) for row in _ops.OPS}

@@ -7,6 +7,11 @@ import os
 import platform
 
 from . import _lib, _ops
+from .npu import TESTED
+
+
+# What decides which CANN and which operators are found.
+_ASCEND = ("GDN_ASCEND", "ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH", "ASCEND_CUSTOM_OPP_PATH", "FLA_NPU_OPP_PATH", "TASK_QUEUE_ENABLE")
 
 
 def collect():
@@ -19,12 +24,13 @@ def collect():
         "libc": _lib.libc() or "not glibc",
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-    for package in ("torch", "numpy", "transformers"):
+    for package in ("torch", "torch-npu", "numpy", "transformers"):
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[package] = None
-    facts["variables"] = {name: os.environ[name] for name in ("GDN_LIBRARY", "GDN_ISA", "GDN_NUM_THREADS", "OMP_NUM_THREADS")
+    facts["torch-npu tested"] = " ".join(TESTED)
+    facts["variables"] = {name: os.environ[name] for name in ("GDN_LIBRARY", "GDN_ISA", "GDN_NUM_THREADS", "OMP_NUM_THREADS", *_ASCEND)
                           if name in os.environ}
     try:
         facts["library"] = _lib.path()
@@ -33,6 +39,7 @@ def collect():
         facts["isa"] = library.gdn_isa().decode()
         facts["threads"] = _lib.get_num_threads()
         facts["build"] = library.gdn_build_info().decode()
+        facts["ascend"] = library.gdn_ascend_info().decode()
     except OSError as error:
         facts["error"] = str(error)
     return facts
@@ -48,7 +55,8 @@ def main():
     for name, value in facts.items():
         if isinstance(value, dict):
             value = " ".join(f"{n}={v}" for n, v in value.items()) or "none"
-        print(f"{name:12} {'not installed' if value is None else value}")
+        text = "not installed" if value is None else str(value)
+        print(f"{name:16} " + text.replace("\n", "\n" + 17 * " "))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,10 @@ def define():
         lines = [f"def run({', '.join(parameters(op.row))}):", f"    return {variants.call}"]
         _fragment.impl(name, compiled("run", lines, variants=variants), "CPU")
         # Other devices, and tensors on several: the library finds the backend, or says that there is none.
-        _fragment.impl(name, _implementation(op), "CompositeExplicitAutograd")
+        general = _implementation(op)
+        _fragment.impl(name, general, "CompositeExplicitAutograd")
+        # Ascend NPUs, named too: torch_npu has a fallback for what is not.
+        _fragment.impl(name, general, "PrivateUse1")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op.row), lib=_fragment)
 
 
@@ -184,6 +187,8 @@ def view(t):
     dtype = _DTYPES.get(t.dtype)
     if dtype is None:
         raise ValueError(f"gdn: no operator takes tensors of {t.dtype}")
+    if kind == _lib.NPU:
+        npu.check_format(t)
     return t.data_ptr(), _lib.device_word(kind, t.device.index or 0), dtype, t.shape, t.stride()
 
 
@@ -205,7 +210,10 @@ def _implementation(op):
             op.supports(views + _no_outputs(row, views), arguments[numbers])
             raise
         views += [view(t) if i is None or not (arguments[i] is None or arguments[i] is False) else None for t, i in zip(results, needs)]
-        op(views, arguments[numbers])
+        if arguments[0].device.type == "npu":
+            npu.call(op, views, arguments[numbers], arguments[0].device.index)
+        else:
+            op(views, arguments[numbers])
         return results if len(results) > 1 else results[0]
 
     return run
