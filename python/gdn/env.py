@@ -29,7 +29,7 @@ def collect():
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[package] = None
-    facts["torch-npu tested"] = " ".join(TESTED)
+    facts["npu tested"] = " ".join(TESTED)
     facts["variables"] = {name: os.environ[name] for name in ("GDN_LIBRARY", "GDN_ISA", "GDN_NUM_THREADS", "OMP_NUM_THREADS", *_ASCEND)
                           if name in os.environ}
     try:
@@ -56,7 +56,7 @@ def main():
         if isinstance(value, dict):
             value = " ".join(f"{n}={v}" for n, v in value.items()) or "none"
         text = "not installed" if value is None else str(value)
-        print(f"{name:16} " + text.replace("\n", "\n" + 17 * " "))
+        print(f"{name:12} " + text.replace("\n", "\n" + 13 * " "))
 
 
 if __name__ == "__main__":

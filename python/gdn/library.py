@@ -9,7 +9,7 @@ import struct
 
 import torch
 
-from . import _lib, _ops, memory
+from . import _lib, _ops, memory, npu
 
 NAMESPACE = "gdn"
 

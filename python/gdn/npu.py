@@ -13,7 +13,7 @@ import threading
 from . import _lib
 
 # The releases of torch_npu that the tests run with, on a fake CANN.
-TESTED = ("2.9.0.post9", "2.8.0")
+TESTED = ("2.9.0.post9",)
 
 # The formats in which elements lie in the order that strides tell: ND, and what torch_npu calls tensors of rank 4 and 5.
 _PLAIN = (2, 0, 30)

