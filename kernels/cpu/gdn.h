@@ -1,4 +1,21 @@
 // The operators of the Gated DeltaNet family: arguments, choice of the form, and what is left to do when the units have run.
+
+// ---------------------------------------------------------------- slots of a pool
+static int64_t index_at(const gdnk_tensor *t, int64_t i, int64_t j) {
+	const ptrdiff_t at = i * t->stride[0] + (t->rank == 2 ? j * t->stride[1] : 0);
+	return t->dtype == GDNK_I32 ? ((const int32_t *)t->data)[at] : ((const int64_t *)t->data)[at];
+}
+// Where sequence n begins; below 0: it is padding.
+static int64_t first_slot(const scan *s, int64_t n) {
+	if (!s->slots.dtype) return n;
+	return s->R ? index_at(&s->slots, n, s->accepted.dtype ? index_at(&s->accepted, n, 0) - 1 : 0) : -1;
+}
+// Where the state after token t of sequence n goes; below 0: nowhere.
+static int64_t next_slot(const scan *s, int64_t n, int64_t t, int last) {
+	if (!s->in_place) return -1;
+	return s->slots.dtype ? index_at(&s->slots, n, t) : last ? n : -1;
+}
+
 #define REAL float
 #define LANES vf
 #define FN(name) name##_f32

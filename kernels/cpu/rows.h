@@ -108,6 +108,17 @@ NOINL void rows_out(const float *s, int ld, view v, int n, int cols, int stream)
 	default: rows_out_as(GDNK_F64, s, ld, v, n, cols, stream);
 	}
 }
+// The same for whole blocks that lie transposed, column after column in float32; 0 where they do not.
+static int columns_in(float *d, int ld, view v, int n, int cols) {
+	if (v.type != GDNK_F32 || v.row != 1 || v.col == 1 || n % VW || cols % VW || ld != cols) return 0;
+	transpose_block((const float *)v.p, v.col, d, ld, cols, n);
+	return 1;
+}
+static int columns_out(const float *s, int ld, view v, int n, int cols) {
+	if (v.type != GDNK_F32 || v.row != 1 || v.col == 1 || n % VW || cols % VW) return 0;
+	transpose_block(s, ld, (float *)v.p, v.col, n, cols);
+	return 1;
+}
 // One number a token
 INL void column_in(float *d, view v, int n) {
 	for (int i = 0; i < n; i++) d[i] = ld1(v.p, v.type, i * v.row);

@@ -83,6 +83,10 @@ typedef struct {
 	float lower;                                   // of the gate; 0: the softplus form
 	float beta_max;                                // 2 with neg_eigval
 	int64_t group, groups;                         // key heads a unit of work, units a sequence
+	int64_t walk, walks;                           // the same in the token form's forward, of value heads
+	gdnk_tensor slots, accepted;                   // decode: h0 is a pool of P states, and slots has R of each sequence
+	int64_t P, R;
+	int in_place;
 	float *states, *errors;                        // the tape's parts, NULL without a tape
 	int64_t nstates;                               // states a head
 	int stream;                                    // outputs do not fit the caches: store past them

@@ -231,21 +231,41 @@ static void FN(step_bwd)(const scan *s, FN(token) *w, const REAL *P, const REAL 
 	}
 }
 
-static void FN(token_state_in)(const scan *s, const gdnk_tensor *t, int64_t n, int64_t hv, REAL *S) {
-	const int K = s->K, V = s->V, VP = s->VP;
-	if (!t->dtype) {
-		memset(S, 0, sizeof(REAL) * K * VP);
-		return;
-	}
-	view v = state_view(t, n, hv, s->v_first);
-	if (sizeof(REAL) == 4) rows_in((float *)S, VP, v, K, K, V);
-	else
-		for (int d = 0; d < K; d++) FN(row_in)(S + (ptrdiff_t)d * VP, at(v, d), V, VP);
+// The form of a state as the forward walks it: rows of ld numbers, cols of them and zeros up to whole vectors. Rows are key channels. Decoding
+// takes a pool as it lies, rows being value channels where they come first; elsewhere both layouts give the same bits.
+typedef struct {
+	int v_first, rows, cols, ld;
+} FN(form);
+INL FN(form) FN(keys)(const scan *s) { return (FN(form)){0, s->K, s->V, s->VP}; }
+static FN(form) FN(form_of)(const scan *s) {
+	if (s->v_first && s->P) return (FN(form)){1, s->V, s->K, (s->K + VR - 1) / VR * VR};
+	return FN(keys)(s);
 }
-static void FN(token_state_out)(const scan *s, view v, const REAL *S) {
-	if (sizeof(REAL) == 4) rows_out((const float *)S, s->VP, v, s->K, s->V, s->stream);
+INL view FN(rows_of)(const scan *s, FN(form) f, const gdnk_tensor *t, int64_t n, int64_t hv) {
+	const view v = state_view(t, n, hv, s->v_first);
+	return f.v_first ? (view){v.p, v.type, v.col, v.row} : v;
+}
+static void FN(read_state)(FN(form) f, view v, REAL *S) {
+	if (sizeof(REAL) == 4 && columns_in((float *)S, f.ld, v, f.rows, f.cols)) return;
+	if (sizeof(REAL) == 4) rows_in((float *)S, f.ld, v, f.rows, f.rows, f.cols);
 	else
-		for (int d = 0; d < s->K; d++) FN(row_out)(S + (ptrdiff_t)d * s->VP, at(v, d), s->V);
+		for (int i = 0; i < f.rows; i++) FN(row_in)(S + (ptrdiff_t)i * f.ld, at(v, i), f.cols, f.ld);
+}
+static void FN(write_state)(FN(form) f, const REAL *S, view v, int stream) {
+	if (sizeof(REAL) == 4 && columns_out((const float *)S, f.ld, v, f.rows, f.cols)) return;
+	if (sizeof(REAL) == 4) rows_out((const float *)S, f.ld, v, f.rows, f.cols, stream);
+	else
+		for (int i = 0; i < f.rows; i++) FN(row_out)(S + (ptrdiff_t)i * f.ld, at(v, i), f.cols);
+}
+// The state itself where the step can work on it in memory, else NULL
+INL REAL *FN(lies)(const scan *s, FN(form) f, const gdnk_tensor *t, int64_t n, int64_t hv) {
+	if (t->dtype != (sizeof(REAL) == 4 ? GDNK_F32 : GDNK_F64)) return NULL;
+	const view v = FN(rows_of)(s, f, t, n, hv);
+	return v.col == 1 && v.row == f.ld && f.cols == f.ld ? (REAL *)v.p : NULL;
+}
+static void FN(token_state_in)(const scan *s, const gdnk_tensor *t, int64_t n, int64_t hv, REAL *S) {
+	if (t->dtype) FN(read_state)(FN(keys)(s), state_view(t, n, hv, s->v_first), S);
+	else memset(S, 0, sizeof(REAL) * s->K * s->VP);
 }
 // The tape's states are compact: [HV][nstates][K][V]
 static REAL *FN(tape_state)(const scan *s, const sequence *q, int64_t hv, int64_t seg) {
@@ -262,37 +282,60 @@ static void FN(token_scratch)(const scan *s, FN(token) *w, char **p) {
 	for (int i = 0; i < 9; i++) *v[i] = FN(take)(p, s->VP);
 }
 
-// A state that lies in memory as the token form keeps it, or NULL
-static REAL *FN(state_in_place)(const scan *s, const gdnk_tensor *t, int64_t n, int64_t hv) {
-	if (t->dtype != (sizeof(REAL) == 4 ? GDNK_F32 : GDNK_F64) || s->V != s->VP) return NULL;
-	const view v = state_view(t, n, hv, s->v_first);
-	return v.col == 1 && v.row == s->V ? (REAL *)v.p : NULL;
+static void FN(step_form)(const scan *s, FN(token) *w, FN(form) f, const REAL *P, REAL *S, const REAL *next, int stream) {
+	stream = stream && !((uintptr_t)S & (4 * VW - 1));
+	if (f.v_first && stream) FN(step_v_first)(s, w, P, S, f.ld, next, 1);
+	else if (f.v_first) FN(step_v_first)(s, w, P, S, f.ld, next, 0);
+	else if (stream) FN(step_as)(s, w, P, S, next, 1, 1);
+	else FN(step_as)(s, w, P, S, next, 1, 0);
+}
+static int64_t FN(walk_scratch)(const scan *s, FN(token) *w, REAL **own, char *base) {
+	const FN(form) f = FN(form_of)(s);
+	char *p = base;
+	FN(token_scratch)(s, w, &p);
+	*own = FN(take)(&p, f.rows * f.ld);
+	return p - base;
 }
 
+// A few value heads of a sequence. A step reads the state once and writes it once, from where it lies to where it shall lie; `own` holds it between
+// the tokens where no memory of the caller's does.
 static void FN(token_fwd)(void *ctx, int64_t unit, char *base) {
 	const scan *s = ctx;
 	const uint64_t fp = sizeof(REAL) == 4 ? flush_denormals() : 0;
-	const int64_t n = unit / s->HV, hv = unit % s->HV;
+	const int64_t n = unit / s->walks, first = unit % s->walks * s->walk, end = first + s->walk < s->HV ? first + s->walk : s->HV;
+	const FN(form) f = FN(form_of)(s);
 	const sequence q = sequence_of(s, n);
+	const int64_t from = q.len || s->ht.dtype ? first_slot(s, n) : -1;
 	FN(token) w;
-	char *p = base;
-	FN(token_scratch)(s, &w, &p);
-	// A step of decoding reads the state once and writes it once: from where it lies to where it shall lie, unless that is past the caches.
-	REAL *const place = s->stream || !q.len ? NULL : FN(state_in_place)(s, &s->ht, n, hv), *const S = place ? place : FN(take)(&p, s->K * s->VP);
-	const REAL *P = place ? FN(state_in_place)(s, &s->h0, n, hv) : NULL;
-	if (!P) {
-		FN(token_state_in)(s, &s->h0, n, hv, S);
-		P = S;
+	REAL *own;
+	FN(walk_scratch)(s, &w, &own, base);
+	for (int64_t hv = first; hv < end; hv++) {
+		const REAL *P = from < 0 ? NULL : FN(lies)(s, f, &s->h0, from, hv);
+		if (!P) {
+			if (from >= 0 && s->h0.dtype) FN(read_state)(f, FN(rows_of)(s, f, &s->h0, from, hv), own);
+			else memset(own, 0, sizeof(REAL) * f.rows * f.ld);
+			P = own;
+		}
+		if (from < 0) memset(w.o, 0, sizeof(REAL) * s->VP); // padding
+		for (int64_t t = 0; t < q.len; t++) {
+			const int last = t + 1 == q.len;
+			if (s->h.dtype && t % SEG == 0) FN(write_state)(f, P, kept_view(s, &q, n, t, hv), s->stream);
+			if (s->states && t && t % SEG == 0)
+				for (int d = 0; d < s->K; d++) memcpy(FN(tape_state)(s, &q, hv, t / SEG) + d * s->V, P + (ptrdiff_t)d * s->VP, sizeof(REAL) * s->V);
+			if (from >= 0) {
+				const int64_t to = next_slot(s, n, t, last);
+				REAL *S = to >= 0 ? FN(lies)(s, f, &s->h0, to, hv) : last ? FN(lies)(s, f, &s->ht, n, hv) : NULL;
+				if (!S) S = own;
+				FN(load)(s, &w, &q, t, hv);
+				for (int d = s->K; f.v_first && d < f.ld; d++) w.k[d] = w.q[d] = w.ak[d] = 0;
+				FN(step_form)(s, &w, f, P, S, last && hv + 1 < end ? FN(lies)(s, f, &s->h0, from, hv + 1) : NULL, to < 0 && S != own && s->stream);
+				if (to >= 0 && S == own) FN(write_state)(f, own, FN(rows_of)(s, f, &s->h0, to, hv), 0);
+				P = S;
+			}
+			if (s->o.dtype) FN(row_out)(w.o, token_view(&s->o, q.b, q.t0 + t, hv), s->V);
+		}
+		if (s->ht.dtype && P != FN(lies)(s, f, &s->ht, n, hv)) FN(write_state)(f, P, FN(rows_of)(s, f, &s->ht, n, hv), s->stream);
 	}
-	for (int64_t t = 0; t < q.len; t++, P = S) {
-		if (s->h.dtype && t % SEG == 0) FN(token_state_out)(s, kept_view(s, &q, n, t, hv), P);
-		if (s->states && t && t % SEG == 0)
-			for (int d = 0; d < s->K; d++) memcpy(FN(tape_state)(s, &q, hv, t / SEG) + d * s->V, S + (ptrdiff_t)d * s->VP, sizeof(REAL) * s->V);
-		FN(load)(s, &w, &q, t, hv);
-		FN(step)(s, &w, P, S, 1);
-		if (s->o.dtype) FN(row_out)(w.o, token_view(&s->o, q.b, q.t0 + t, hv), s->V);
-	}
-	if (!place && s->ht.dtype) FN(token_state_out)(s, state_view(&s->ht, n, hv, s->v_first), S);
 	stream_fence();
 	if (sizeof(REAL) == 4) restore_denormals(fp);
 }
@@ -395,17 +438,19 @@ static void FN(token_bwd)(void *ctx, int64_t unit, char *base) {
 	}
 	for (int64_t e = 0; e < s->G; e++) {
 		const int64_t hv = h * s->G + e;
-		if (s->dh0.dtype) FN(token_state_out)(s, state_view(&s->dh0, n, hv, s->v_first), D + e * KV);
+		if (s->dh0.dtype) FN(write_state)(FN(keys)(s), D + e * KV, state_view(&s->dh0, n, hv, s->v_first), s->stream);
 		if (s->sums) memcpy(s->sums + (n * s->HV + hv) * nsums, sums + e * nsums, sizeof *sums * nsums);
 	}
 	stream_fence();
 	if (sizeof(REAL) == 4) restore_denormals(fp);
 }
 static int FN(token_run)(scan *s, int backward) {
-	char *p = NULL;
 	FN(token) w;
+	REAL *own;
 	if (backward) return gdnk_parallel(s->N * s->H, FN(token_bwd_scratch)(s, NULL), FN(token_bwd), s);
-	FN(token_scratch)(s, &w, &p);
-	FN(take)(&p, s->K * s->VP);
-	return gdnk_parallel(s->N * s->HV, p - (char *)NULL, FN(token_fwd), s);
+	// Heads that one thread takes in turn: while it writes the state of one it asks for that of the next. Units enough to share out.
+	s->walk = s->N * s->HV / (4 * gdnk_get_num_threads());
+	s->walk = s->walk < 1 ? 1 : s->walk > 8 ? 8 : s->walk;
+	s->walks = (s->HV + s->walk - 1) / s->walk;
+	return gdnk_parallel(s->N * s->walks, FN(walk_scratch)(s, &w, &own, NULL), FN(token_fwd), s);
 }

@@ -203,6 +203,23 @@ def test_without_indices_or_states(function, v_first):
 
 
 @both
+@pytest.mark.parametrize("B, T, K, V", [(2, 1, 64, 96), (2, 3, 20, 33), (9, 1, 128, 128), (9, 3, 128, 128)])  # the last ones past the caches
+def test_same_bits_as_the_recurrent_form(function, B, T, K, V):
+    x = tokens(function, B=B, T=T, HV=8, K=K, V=V)
+    pool = torch.randn(B + 3, 8, K, V)
+    slots = torch.randperm(B + 3)[:B]
+    recurrent = gdn.fused_recurrent_kda if function is KDA else gdn.fused_recurrent_gated_delta_rule
+    want, last = recurrent(**x, initial_state=pool[slots], output_final_state=True)
+    turned, state = recurrent(**x, initial_state=pool[slots].transpose(2, 3).contiguous(), output_final_state=True, state_v_first=True)
+    assert torch.equal(turned, want) and torch.equal(state.transpose(2, 3), last)
+    table = slots[:, None].expand(B, T)
+    o, final = function(**x, initial_state=pool, ssm_state_indices=table, inplace_final_state=False, output_final_state=True)
+    assert torch.equal(o, want) and torch.equal(final, last)
+    o, _ = function(**x, initial_state=pool, ssm_state_indices=table)
+    assert torch.equal(o, want) and torch.equal(pool[slots], last)
+
+
+@both
 def test_empty_sequences(function):
     x = tokens(function, B=1, T=0)
     pool = pool_of(3, x, [1])
