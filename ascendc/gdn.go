@@ -51,10 +51,19 @@ func (r *run) zeros(d core.DType, shape ...int64) *core.Tensor {
 	return t
 }
 
+// finite replaces decays of 0, which are -inf as logarithms: vendors' operators add them up and take differences of the sums. exp of the
+// least is 6e-39, nothing beside numbers of 16 bits.
+func (r *run) finite(g *core.Tensor) *core.Tensor {
+	const least = -88
+	to := r.temp(core.F32, g.Shape[:g.Rank]...)
+	r.exec(clampMin, g, scalar(least), to)
+	return to
+}
+
 // gateOf is the log decay [B T HV] in fp32, zero where there is none.
 func (r *run) gateOf(s *sequences) *core.Tensor {
 	if g := r.rows("g", core.F32, s); g != nil {
-		return g
+		return r.finite(g)
 	}
 	return r.zeros(core.F32, s.batch, s.tokens, r.c.Size("HV"))
 }
@@ -87,6 +96,10 @@ func refuseInputs(c *core.Call, kinds ...core.DType) string {
 	case c.Has("beta") && c.Tensor("beta").Rank == 4:
 		return "it takes one beta per value head, not one per channel"
 	}
+	return refuseStrides(c)
+}
+
+func refuseStrides(c *core.Call) string {
 	for i := range c.Op.Tensors {
 		t := &c.Tensors[i]
 		if t.DType == core.None || c.Op.Tensors[i].Host {
@@ -154,7 +167,7 @@ func (r *run) idle(s *sequences) bool {
 
 var stockForward = &path{
 	what:  "aclnnChunkGatedDeltaRule of CANN",
-	needs: []*opName{stockChunk, inplaceCopy, inplaceOne},
+	needs: []*opName{stockChunk, inplaceCopy, inplaceOne, clampMin},
 	refuse: func(a *acl, c *core.Call) string {
 		switch {
 		case a.chip() != a2 && a.chip() != a3:
@@ -196,9 +209,9 @@ var stockForward = &path{
 const stepMost = 8
 
 var (
-	stockRecurrent = &path{what: "aclnnRecurrentGatedDeltaRule of CANN", needs: []*opName{stockStep, inplaceCopy, inplaceOne},
+	stockRecurrent = &path{what: "aclnnRecurrentGatedDeltaRule of CANN", needs: []*opName{stockStep, inplaceCopy, inplaceOne, clampMin},
 		refuse: func(a *acl, c *core.Call) string { return firstOf(refuseStep(512)(a, c), refuseFused(c)) }, run: func(r *run) { r.step(stockStep, core.BF16, false) }}
-	flaRecurrent = &path{what: "aclnnRecurrentGatedDeltaRule of fla-npu", needs: []*opName{flaStep, inplaceCopy, inplaceOne},
+	flaRecurrent = &path{what: "aclnnRecurrentGatedDeltaRule of fla-npu", needs: []*opName{flaStep, inplaceCopy, inplaceOne, clampMin},
 		refuse: func(a *acl, c *core.Call) string { return firstOf(refuseStep(128)(a, c), refuseFused(c)) }, run: func(r *run) { r.step(flaStep, core.F32, true) }}
 )
 
@@ -256,7 +269,7 @@ func (r *run) step(name *opName, kind core.DType, skip bool) {
 	}
 	var gk *core.Tensor
 	if r.c.Has("gk") {
-		gk = shaped(r.rows("gk", core.F32, s), n, hv, k)
+		gk = shaped(r.finite(r.rows("gk", core.F32, s)), n, hv, k)
 	}
 	r.exec(name, shaped(r.rows("q", core.None, s), n, h, k), shaped(r.rows("k", core.None, s), n, h, k), shaped(r.rows("v", core.None, s), n, hv, v),
 		shaped(r.betaOf(core.BF16, s), n, hv), state, r.upload(lengths), r.upload(slots), shaped(r.gateOf(s), n, hv), gk, nil, r.scale(),

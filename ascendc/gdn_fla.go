@@ -70,7 +70,7 @@ func layout(s *sequences, dense, packed string) string {
 
 var flaForward = &path{
 	what:   "aclnnChunkGatedDeltaRuleFwd of fla-npu",
-	needs:  []*opName{flaFwd, inplaceCopy, inplaceOne},
+	needs:  []*opName{flaFwd, inplaceCopy, inplaceOne, clampMin},
 	refuse: func(a *acl, c *core.Call) string { return firstOf(refuseFLA(c), refuseExtended(a, c, flaFwd)) },
 	run: func(r *run) {
 		s := r.sequences()
@@ -128,7 +128,7 @@ func (r *run) composite(s *sequences, m flaSaved, o, ht *core.Tensor) {
 
 var flaBackward = &path{
 	what:  "aclnnChunkGatedDeltaRuleBwd of fla-npu",
-	needs: []*opName{flaBwd, flaFwd, inplaceCopy, inplaceOne},
+	needs: []*opName{flaBwd, flaFwd, inplaceCopy, inplaceOne, clampMin},
 	refuse: func(a *acl, c *core.Call) string {
 		switch {
 		case a.chip() != a5:
@@ -194,7 +194,7 @@ func (r *run) idleBackward(s *sequences) bool {
 
 var flaStagesForward = &path{
 	what:   "the GDN stages of fla-npu",
-	needs:  []*opName{localCumsum, scaledDotKkt, solveTri, recomputeWU, gdnFwdH, chunkFwdO, inplaceCopy, inplaceOne},
+	needs:  []*opName{localCumsum, scaledDotKkt, solveTri, recomputeWU, gdnFwdH, chunkFwdO, inplaceCopy, inplaceOne, clampMin},
 	refuse: func(a *acl, c *core.Call) string { return firstOf(refuseFLA(c), refuseFused(c)) },
 	run: func(r *run) {
 		s := r.sequences()
@@ -232,6 +232,7 @@ type stages struct {
 	h2, hv, kn, vn   int64 // H, HV, K, V
 	q, k, v, g, beta *core.Tensor
 	a, w, u, h, vNew *core.Tensor
+	gate2            *core.Tensor // cumulated gate to base 2
 }
 
 func (r *run) stages(s *sequences) *stages {
@@ -272,7 +273,7 @@ func (r *run) statePass(x *stages, s *sequences, ht *core.Tensor) {
 var flaStagesBackward = &path{
 	what: "the GDN stages of fla-npu",
 	needs: []*opName{localCumsum, scaledDotKkt, solveTri, recomputeWU, gdnFwdH, bwdDvLocal, bwdDhu, bwdDqkwg, prepareWYDa, prepareWYFull, plainAdd,
-		inplaceCopy, inplaceOne},
+		inplaceCopy, inplaceOne, clampMin},
 	refuse: func(a *acl, c *core.Call) string {
 		if bwdDhu.in(a).variant == "old" {
 			switch {

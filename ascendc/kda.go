@@ -43,6 +43,8 @@ func (r *run) kdaGate(s *sequences) kdaGate {
 	g.safe = g.bound != 0
 	if g.g == nil {
 		g.g = r.zeros(core.F32, s.batch, s.tokens, hv, k)
+	} else if !g.use {
+		g.g = r.finite(g.g)
 	}
 	if g.use {
 		if g.aLog = r.in("A_log", core.F32); g.aLog == nil {
@@ -103,7 +105,7 @@ func flat(t *core.Tensor, s *sequences) *core.Tensor {
 
 var kdaForward = &path{
 	what:  "the KDA stages of fla-npu",
-	needs: []*opName{kdaFwdPrepare, chunkFwdH, kdaFwdFinalize, inplaceCopy, inplaceOne},
+	needs: []*opName{kdaFwdPrepare, chunkFwdH, kdaFwdFinalize, inplaceCopy, inplaceOne, clampMin},
 	refuse: func(a *acl, c *core.Call) string {
 		return firstOf(refuseInputs(c, core.BF16), refuseSizes(c, []int64{128}, []int64{128}), refuseGate(c))
 	},
@@ -157,7 +159,7 @@ func (r *run) stateView5(name string) *core.Tensor {
 // kdaOldForward is for what the stages do not take: older versions of fla-npu, float16, other head sizes.
 var kdaOldForward = &path{
 	what:  "aclnnChunkKdaFwd of fla-npu",
-	needs: []*opName{kdaComposite, inplaceCopy, inplaceOne},
+	needs: []*opName{kdaComposite, inplaceCopy, inplaceOne, clampMin},
 	refuse: func(a *acl, c *core.Call) string {
 		k, v := c.Size("K"), c.Size("V")
 		switch newer := kdaFwdPrepare.in(a).err == nil; {
@@ -198,7 +200,7 @@ var kdaOldForward = &path{
 var kdaBackward = &path{
 	what: "the KDA stages of fla-npu",
 	needs: []*opName{kdaFwdPrepare, chunkFwdH, kdaBwdPrepare, bwdDhu, kdaBwdFinalize, plainSub, plainMul, plainMuls,
-		inplaceCopy, inplaceOne},
+		inplaceCopy, inplaceOne, clampMin},
 	refuse: func(a *acl, c *core.Call) string {
 		switch {
 		case a.chip() != a5:
@@ -288,7 +290,7 @@ func (r *run) logitGradient(d, beta *core.Tensor) *core.Tensor {
 
 var kdaRecurrent = &path{
 	what:  "aclnnRecurrentKda of fla-npu",
-	needs: []*opName{kdaStep, inplaceCopy, inplaceOne},
+	needs: []*opName{kdaStep, inplaceCopy, inplaceOne, clampMin},
 	refuse: func(a *acl, c *core.Call) string {
 		if c.Int("qk_l2norm") != 0 {
 			return "it normalises q and k without an epsilon, so that a key of zeros gives NaN (qk_l2norm is 1); do so before the call"

@@ -78,6 +78,7 @@ var stockKnown = map[string]string{
 	"Mul":                     t("T3"),
 	"Div":                     t("T3"),
 	"Muls":                    t("T c T"),
+	"ClampMin":                t("T c T"),
 	"BatchMatMul":             t("T3 e"),
 }
 

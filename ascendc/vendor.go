@@ -45,6 +45,7 @@ var (
 	inplaceCopy = &opName{"InplaceCopy", stock}
 	inplaceZero = &opName{"InplaceZero", stock}
 	inplaceOne  = &opName{"InplaceOne", stock}
+	clampMin    = &opName{"ClampMin", stock}
 )
 
 // in finds an operator in the libraries of this process, once.

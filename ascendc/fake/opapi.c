@@ -317,6 +317,24 @@ UNARY(Rsqrt, 1 / sqrt(x))
 UNARY(Sigmoid, sigmoid(x))
 UNARY(Silu, x *sigmoid(x))
 
+static int run_clamp_min(Op *o) {
+	double *x = get(o, "self"), *y = get(o, "out"), least = value(o, "min");
+	for (int64_t i = 0; i < count(o, "out"); i++)
+		y[i] = x[i] < least ? least : x[i];
+	return OK;
+}
+
+EXPORT int aclnnClampMinGetWorkspaceSize(T self, const Scalar *min, T result, uint64_t *bytes, Executor **executor) {
+	ENTER();
+	Op *o = plain("aclnnClampMin", run_clamp_min);
+	any(o, IN, "self", self, ANY);
+	any(o, OUT, "out", result, ANY);
+	broadcast(o, "self", "out");
+	number(o, "min", scalar(o, "min", min));
+	return op_end(o, bytes, executor);
+}
+LAUNCH(aclnnClampMin)
+
 // ---- sums and matrix products ----
 
 static int run_reduce_sum(Op *o) {

@@ -1,6 +1,7 @@
 package conform
 
 import (
+	"maps"
 	"testing"
 
 	"libgdn/core"
@@ -29,6 +30,39 @@ func RunOn(t *testing.T, d Device, list []*Case, backward bool) {
 				}
 			})
 		}
+	}
+}
+
+// RunPlainOn tries a device with the cases of operators outside the chunk family, their sizes (where it has them) and dtypes changed. What the
+// device refuses is left out; most may not be.
+func RunPlainOn(t *testing.T, d Device, op string, size map[string]int64, io core.DType) {
+	ran, all, seen := 0, 0, map[string]bool{}
+	for _, c := range plainCases(testing.Short()) {
+		if c.Op != op || seen[c.Name] {
+			continue
+		}
+		seen[c.Name] = true
+		x := *c
+		x.Size, x.IO, x.Aux, x.Types = maps.Clone(c.Size), io, core.F32, map[string]core.DType{find(op).Tensors[0].Name: io}
+		for letter, n := range size {
+			if _, ok := x.Size[letter]; ok {
+				x.Size[letter] = n
+			}
+		}
+		all++
+		t.Run(op+"/"+shortNames[io]+"/"+c.Name, func(t *testing.T) {
+			err := x.try(t, d)
+			if core.StatusOf(err) == core.Unsupported {
+				t.Skip(err)
+			}
+			ran++
+			if err != nil {
+				t.Errorf("%v\nseed %d, %+v", err, Seed, x)
+			}
+		})
+	}
+	if ran*2 < all {
+		t.Errorf("%s: %d of %d cases ran", op, ran, all)
 	}
 }
 

@@ -245,8 +245,8 @@ func (c *solo) try(t testing.TB, b core.Backend) error {
 	double := c.dtype(op, &op.Tensors[0]) == core.F64
 	var all []error
 	for _, x := range f.outputs() {
-		limit := boundOf(x.name, x.dtype, double)
-		if c.Ratio != 0 && !double {
+		limit := f.limit(x, double)
+		if c.Ratio != 0 && !double && f.device == nil {
 			limit.ratio = c.Ratio
 		}
 		got, expected := x.values(), want[x.name]
