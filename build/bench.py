@@ -59,10 +59,11 @@ class Row:
     peer: bool = True
     memory: bool = False  # measure extra_gib too
     call: bool = False  # measure call_us too
+    family: str = "gdn"  # or kda
 
     @property
     def name(self):
-        op = "gdn-l2norm" if self.l2norm else "gdn"
+        op = self.family + ("-l2norm" if self.l2norm else "")
         return f"{op}/{self.passes}/{self.dtype}/B{self.B}.T{self.T}.H{self.H}.HV{self.HV}.K{self.K}.V{self.V}/t{self.threads}"
 
     @property
@@ -70,11 +71,11 @@ class Row:
         return (22 if self.passes == "fwd+bwd" else 6) * self.K * self.V * self.B * self.T * self.HV
 
     def ours(self):
-        return operation(self, gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule)
+        return operation(self, **OURS[self.family])
 
     def peers(self):
         """Functions to compare with, by name."""
-        peer = transformers_peer() if self.peer else None
+        peer = transformers_peer(self.family) if self.peer else None
         return {"transformers": operation(self, peer["chunk"], peer["recurrent"])} if peer else {}
 
     def alone(self):
@@ -208,6 +209,10 @@ ROWS = [
     *(Row("decode", B, 1, 32, 32, 128, 128, threads=t) for B in (1, 64) for t in (1, 2)),
     Row("decode", 1, 1, 32, 32, 128, 128, dtype="bfloat16"),
     Row("decode", 1, 1, 1, 1, 128, 128, call=True),
+    # Kimi-Linear; with a backward transformers' code needs tens of gigabytes here
+    *(Row(p, *MODEL, dtype=d, threads=t, family="kda", peer=(p, t) == ("fwd", 1)) for d in ("float32", "bfloat16") for t in (1, 2) for p in ("fwd", "fwd+bwd")),
+    Row("fwd+bwd", 1, 4096, 16, 16, 128, 128, dtype="bfloat16", threads=2, memory=True, family="kda", peer=False),
+    *(Row("decode", B, 1, 32, 32, 128, 128, family="kda") for B in (1, 64)),
     # SANA: a rank's share of a long video; a chunk while streaming
     *(FrameRow(p, 1, 61, 20, 112, threads=t) for t in (1, 2) for p in ("fwd", "fwd+bwd")),
     FrameRow("fwd", 1, 61, 20, 112, dtype="bfloat16"),
@@ -241,14 +246,26 @@ class Machine:
         self.copies.append(2e-9 * source.numel() / self._copy(to.data_ptr(), source.data_ptr(), source.numel()))
 
 
-def transformers_peer():
-    """{"chunk": ..., "recurrent": ...}, transformers' functions in plain PyTorch, or None where it is not installed."""
+OURS = {"gdn": {"chunk": gdn.chunk_gated_delta_rule, "recurrent": gdn.fused_recurrent_gated_delta_rule},
+        "kda": {"chunk": gdn.chunk_kda, "recurrent": gdn.fused_recurrent_kda}}
+
+
+def transformers_peer(family="gdn"):
+    """{"chunk": ..., "recurrent": ...}, transformers' functions in plain PyTorch, or None where it has none."""
     try:
-        from transformers.models.qwen3_next import modeling_qwen3_next as module
+        if family == "gdn":
+            from transformers.models.qwen3_next import modeling_qwen3_next as module
+        else:
+            from transformers.models.kimi_linear import modeling_kimi_linear as module
     except ImportError:
         return None
+    names = {"chunk": ("torch_chunk_gated_delta_rule", "torch_chunk_kda", "chunk_kimi_delta_attention"),
+             "recurrent": ("torch_recurrent_gated_delta_rule", "torch_recurrent_kda", "recurrent_kimi_delta_attention")}
+    found = {form: next((getattr(module, name) for name in names[form] if hasattr(module, name)), None) for form in names}
+    if None in found.values():
+        return None
     # Unwrapped: the decorators of newer versions replace the function by another implementation where they find one.
-    return {"chunk": inspect.unwrap(module.torch_chunk_gated_delta_rule), "recurrent": inspect.unwrap(module.torch_recurrent_gated_delta_rule)}
+    return {form: inspect.unwrap(function) for form, function in found.items()}
 
 
 def inputs(row):
@@ -256,7 +273,8 @@ def inputs(row):
     dtype = getattr(torch, row.dtype)
     q, k = (F.normalize(torch.randn(row.B, row.T, row.H, row.K), dim=-1).to(dtype) for _ in range(2))
     v = torch.randn(row.B, row.T, row.HV, row.V).to(dtype)
-    g = F.logsigmoid(torch.randn(row.B, row.T, row.HV) + 2)  # float32 in models of any dtype
+    gates = (row.B, row.T, row.HV, row.K)[:4 if row.family == "kda" else 3]
+    g = F.logsigmoid(torch.randn(gates) + 2)  # float32 in models of any dtype
     beta = torch.rand(row.B, row.T, row.HV).to(dtype)
     return q, k, v, g, beta
 
@@ -295,19 +313,20 @@ def operation(row, chunk, recurrent):
 def alone(row):
     """A function that runs the library's operators of the row on tensors that exist already."""
     tensors = dict(zip(("q", "k", "v", "g", "beta"), inputs(row)))
-    numbers = (0.0, row.l2norm, False, False, False, False)
+    numbers = (0.0, row.l2norm, *([False] if row.family == "gdn" else [False, 0.0]), False, False, False)
+    prefix = "" if row.family == "gdn" else row.family + "_"
 
     def wants(name):
         return [want == ("output_final_state" if row.passes == "decode" else "save") and row.passes != "fwd" for want in library.wants(_lib.OPS[name].row)]
 
     if row.passes == "decode":
         state = torch.randn(row.B, row.HV, row.K, row.V)
-        keep, run = prepared("recurrent_fwd", {**tensors, "initial_state": state}, numbers, wants("recurrent_fwd"))
+        keep, run = prepared(prefix + "recurrent_fwd", {**tensors, "initial_state": state}, numbers, wants(prefix + "recurrent_fwd"))
         return lambda: (run(), keep)
-    keep, forward = prepared("fwd", tensors, numbers, wants("fwd"))
+    keep, forward = prepared(prefix + "fwd", tensors, numbers, wants(prefix + "fwd"))
     if row.passes == "fwd":
         return lambda: (forward(), keep)
-    held, backward = prepared("bwd", {**tensors, "tape": keep["tape"], "dout": torch.randn_like(tensors["v"])}, numbers, ())
+    held, backward = prepared(prefix + "bwd", {**tensors, "tape": keep["tape"], "dout": torch.randn_like(tensors["v"])}, numbers, ())
     return lambda: (forward(), backward(), keep, held)
 
 
@@ -392,7 +411,7 @@ def memory(row, who):
 
     torch.set_num_threads(row.threads)
     gdn.set_num_threads(row.threads)
-    peer = {"chunk": gdn.chunk_gated_delta_rule, "recurrent": gdn.fused_recurrent_gated_delta_rule} if who == "libgdn" else transformers_peer()
+    peer = OURS[row.family] if who == "libgdn" else transformers_peer(row.family)
     # A tiny call loads the libraries; all memory for the sizes of the row is still to come.
     operation(dataclasses.replace(row, T=16, H=1, HV=1), **peer)()
     call = operation(row, **peer)

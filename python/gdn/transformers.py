@@ -1,11 +1,11 @@
-"""Gated DeltaNet models of Hugging Face transformers on libgdn.
+"""Gated DeltaNet and Kimi Delta Attention models of Hugging Face transformers on libgdn.
 
 On a CPU the models run their layers as PyTorch code. Either replace those functions for all models::
 
     import gdn.transformers
     gdn.transformers.patch_transformers()
 
-or take the two functions from here: they have the names and arguments of the ones that the models' modules define.
+or take the functions from here: they have the names and arguments of the ones that the models' modules define.
 """
 
 import functools
@@ -14,11 +14,13 @@ import importlib.util
 import sys
 
 from .delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from .kda import chunk_kda, fused_recurrent_kda
 
-__all__ = ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "patch_transformers", "unpatch_transformers"]
+__all__ = ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "torch_chunk_kda", "torch_recurrent_kda", "patch_transformers",
+           "unpatch_transformers"]
 
 # Other modules that define the functions are found once they are imported.
-MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "glm5_next")
 
 
 def torch_chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
@@ -39,7 +41,25 @@ def torch_recurrent_gated_delta_rule(query, key, value, g, beta, initial_state=N
     return o.to(query.dtype), final_state
 
 
-_OURS = {f.__name__: f for f in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)}
+def torch_chunk_kda(query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+                    use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs):
+    """``gdn.chunk_kda`` likewise."""
+    o, final_state = chunk_kda(query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+                               use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens)
+    return o.to(query.dtype), final_state
+
+
+def torch_recurrent_kda(query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+                        cu_seqlens=None, **kwargs):
+    """``gdn.fused_recurrent_kda`` likewise."""
+    o, final_state = fused_recurrent_kda(query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+                                         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens)
+    return o.to(query.dtype), final_state
+
+
+# Under the names of transformers' functions; those of Kimi Delta Attention go by two.
+_OURS = {f.__name__: f for f in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule, torch_chunk_kda, torch_recurrent_kda)}
+_OURS.update(chunk_kimi_delta_attention=torch_chunk_kda, recurrent_kimi_delta_attention=torch_recurrent_kda)
 
 
 def _modules():
@@ -47,7 +67,7 @@ def _modules():
         name = f"transformers.models.{model}.modeling_{model}"
         if importlib.util.find_spec(f"transformers.models.{model}") is not None:
             importlib.import_module(name)
-    return [m for name, m in list(sys.modules.items()) if "modeling_" in name and all(hasattr(m, f) for f in _OURS)]
+    return [m for name, m in list(sys.modules.items()) if "modeling_" in name and any(hasattr(m, f) for f in _OURS)]
 
 
 def _on_cpu(theirs, ours):
@@ -60,7 +80,7 @@ def _on_cpu(theirs, ours):
 
 
 def _replace(owner, change):
-    """Passes each attribute of a module or layer that is one of the two functions through `change`, and stores what comes back."""
+    """Passes each attribute of a module or layer that is one of the functions through `change`, and stores what comes back."""
     count = 0
     for name, value in list(vars(owner).items()):
         if callable(value) and getattr(value, "__name__", None) in _OURS:
@@ -80,8 +100,8 @@ def _unpatched(function):
 
 
 def patch_transformers(model=None):
-    """Makes the Gated DeltaNet layers of transformers (Qwen3-Next, Qwen3.5, OLMo-Hybrid, and others already imported that define the same
-    functions) compute with libgdn where the tensors are on the CPU. Elsewhere they compute as before.
+    """Makes the Gated DeltaNet and Kimi Delta Attention layers of transformers (Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear, GLM-5-Next, and
+    others already imported that define the same functions) compute with libgdn where the tensors are on the CPU. Elsewhere they compute as before.
 
     Call it before the model is made, or give the model: older versions of transformers (4.57) keep the functions in each layer.
 
