@@ -76,12 +76,21 @@ func checkKDA(c *Call) error {
 
 // checkBound is checkDelta where the gate has a form with a lower bound too.
 func (c *Call) checkBound() error {
-	bound, gate := c.Float("lower_bound"), c.Int("gate") != 0
-	switch {
-	case bound > 0:
-		return c.invalid("lower_bound is %v, expected a number below 0, or 0 for none", bound)
-	case bound != 0 && !gate:
-		return c.invalid("lower_bound is %v and gate is 0, expected gate 1 with it", bound)
+	bound, gate, err := c.kdaGate()
+	if err != nil {
+		return err
 	}
 	return c.checkDelta(gate && bound == 0)
+}
+
+// kdaGate returns what says which gate is computed in the kernel.
+func (c *Call) kdaGate() (bound float64, gate bool, err error) {
+	bound, gate = c.Float("lower_bound"), c.Int("gate") != 0
+	switch {
+	case bound > 0:
+		err = c.invalid("lower_bound is %v, expected a number below 0, or 0 for none", bound)
+	case bound != 0 && !gate:
+		err = c.invalid("lower_bound is %v and gate is 0, expected gate 1 with it", bound)
+	}
+	return bound, gate, err
 }

@@ -8,7 +8,7 @@ import "slices"
 //
 // so that tokens may be cut into windows that are computed apart: arXiv:2412.06464 for the chunk form, of which this is the scan of a
 // state with K more columns. A packed map is [K, V+K]: S (or G) in the first V columns, M (or N) behind them. Maps are K-first.
-var summaryOps = []*Op{summaryFwd, summaryGrad, summaryBwd, summaryMerge, summaryMergeBwd, summaryCompose, summaryComposeBwd}
+var summaryOps = []*Op{summaryFwd, summaryGrad, summaryBwd, kdaSummaryFwd, kdaSummaryGrad, kdaSummaryBwd, summaryMerge, summaryMergeBwd, summaryCompose, summaryComposeBwd}
 
 var (
 	sumBeta = TensorArg{Name: "beta", Role: OptIn, Rule: Float, Dims: "B T HV", Doc: "write strength, or its logit where beta_sigmoid is 1; NULL: ones"}
@@ -58,6 +58,33 @@ var summaryBwd = &Op{
 	Check:   checkSummary,
 }
 
+var kdaSummaryFwd = &Op{
+	Name:    "kda_summary_fwd",
+	Doc:     "What the tokens of each sequence do to the state of Kimi Delta Attention, S_out = M S_in + S; the inputs are those of gdn_kda_fwd.",
+	Tensors: []TensorArg{argK, argV, kdaArgG, sumBeta, kdaArgALog, kdaArgBias, argCu, sumMap},
+	Numbers: kdaNumbers[1:6],
+	Derived: sumPacked,
+	Check:   checkKDASummary,
+}
+
+var kdaSummaryGrad = &Op{
+	Name:    "kda_summary_grad",
+	Doc:     "Gradients of gdn_kda_summary_fwd.",
+	Tensors: []TensorArg{argK, argV, kdaArgG, sumBeta, kdaArgALog, kdaArgBias, argCu, sumDmap, outDk, outDv, kdaOutDg, sumDb, outDA, kdaOutBias},
+	Numbers: kdaNumbers[1:6],
+	Derived: sumPacked,
+	Check:   checkKDASummary,
+}
+
+var kdaSummaryBwd = &Op{
+	Name:    "kda_summary_bwd",
+	Doc:     "What the tokens of each sequence do to the gradient of the state of Kimi Delta Attention, dS_in = N dS_out + G; the inputs are those of gdn_kda_bwd.",
+	Tensors: []TensorArg{argQ, argK, kdaArgG, sumBeta, kdaArgALog, kdaArgBias, argCu, argDo, sumGMap},
+	Numbers: kdaNumbers[:6],
+	Derived: sumPacked,
+	Check:   checkKDASummary,
+}
+
 var summaryMerge = &Op{
 	Name:    "summary_merge",
 	Doc:     "Sends a state through R maps one after the other, state = m state + s. With R = 1 it applies a map.",
@@ -96,6 +123,14 @@ var summaryComposeBwd = &Op{
 func checkSummary(c *Call) error {
 	gate := c.Int("gate") != 0
 	return c.checkOperands(gate, gate)
+}
+
+func checkKDASummary(c *Call) error {
+	bound, gate, err := c.kdaGate()
+	if err != nil {
+		return err
+	}
+	return c.checkOperands(gate, gate && bound == 0)
 }
 
 // checkOperands looks at heads, their sizes, and what the activations in the kernel need.

@@ -757,6 +757,154 @@ static inline int64_t gdn_summary_bwd_VK(int64_t B, int64_t T, int64_t H, int64_
 	return V+K;
 }
 
+// What the tokens of each sequence do to the state of Kimi Delta Attention, S_out = M S_in + S; the inputs are
+// those of gdn_kda_fwd.
+typedef struct gdn_kda_summary_fwd_args {
+	uint32_t size;     // sizeof(gdn_kda_summary_fwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if k is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV K] float. Log decay per key channel (natural logarithm, <= 0, -inf resets the channel),
+	// or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] float. Write strength, or its logit where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [N HV K VK] float32, or float64 if k is. S in the columns [0,V), M in [V,V+K); of a sequence without
+	// tokens 0 and the identity
+	DLTensor *map;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+} gdn_kda_summary_fwd_args;
+
+int32_t gdn_kda_summary_fwd(const gdn_kda_summary_fwd_args *args);
+
+// The size VK of gdn_kda_summary_fwd.
+static inline int64_t gdn_kda_summary_fwd_VK(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return V+K;
+}
+
+// Gradients of gdn_kda_summary_fwd.
+typedef struct gdn_kda_summary_grad_args {
+	uint32_t size;     // sizeof(gdn_kda_summary_grad_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if k is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV K] float. Log decay per key channel (natural logarithm, <= 0, -inf resets the channel),
+	// or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] float. Write strength, or its logit where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// In: [N HV K VK] float32, or float64 if k is. Gradient of map
+	const DLTensor *dmap;
+	// Out: [B T H K] as k. Gradient of k, summed likewise
+	DLTensor *dk;
+	// Out: [B T HV V] as v. Gradient of v
+	DLTensor *dv;
+	// Out, optional, only with g: [B T HV K] as g. Gradient of g (of the raw gate where gate is 1)
+	DLTensor *dg;
+	// Out, optional, only with beta: [B T HV] as beta. Gradient of beta (of the logit where beta_sigmoid is 1)
+	DLTensor *dbeta;
+	// Out, optional, only with A_log: [HV] float32, or float64 if k is. Gradient of A_log
+	DLTensor *dA_log;
+	// Out, optional, only with dt_bias: [HV K] float32, or float64 if k is. Gradient of dt_bias
+	DLTensor *ddt_bias;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+} gdn_kda_summary_grad_args;
+
+int32_t gdn_kda_summary_grad(const gdn_kda_summary_grad_args *args);
+
+// The size VK of gdn_kda_summary_grad.
+static inline int64_t gdn_kda_summary_grad_VK(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return V+K;
+}
+
+// What the tokens of each sequence do to the gradient of the state of Kimi Delta Attention, dS_in = N dS_out +
+// G; the inputs are those of gdn_kda_bwd.
+typedef struct gdn_kda_summary_bwd_args {
+	uint32_t size;     // sizeof(gdn_kda_summary_bwd_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In, optional: [B T HV K] float. Log decay per key channel (natural logarithm, <= 0, -inf resets the channel),
+	// or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] float. Write strength, or its logit where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// In: [B T HV V] float. Gradient of o
+	const DLTensor *dout;
+	// Out: [N HV K VK] float32, or float64 if q is. G, the gradient of the entry state where that of the exit state
+	// is 0, in the columns [0,V), N in [V,V+K)
+	DLTensor *map;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+} gdn_kda_summary_bwd_args;
+
+int32_t gdn_kda_summary_bwd(const gdn_kda_summary_bwd_args *args);
+
+// The size VK of gdn_kda_summary_bwd.
+static inline int64_t gdn_kda_summary_bwd_VK(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return V+K;
+}
+
 // Sends a state through R maps one after the other, state = m state + s. With R = 1 it applies a map.
 typedef struct gdn_summary_merge_args {
 	uint32_t size;     // sizeof(gdn_summary_merge_args)

@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 
 	"libgdn/core"
 	"libgdn/core/oracle"
@@ -49,7 +50,7 @@ var (
 
 func summaryCases(short bool) []*solo {
 	var list []*solo
-	for _, op := range []string{"summary_fwd", "summary_grad", "summary_bwd"} {
+	for _, op := range []string{"summary_fwd", "summary_grad", "summary_bwd", "kda_summary_fwd", "kda_summary_grad", "kda_summary_bwd"} {
 		base := solo{Op: op, Size: map[string]int64{"B": 2, "T": 70, "H": 2, "HV": 4, "K": 24, "V": 20}, Give: []string{"g", "beta"},
 			Draw: map[string]draw{"g": decays["weak"], "beta": betas, "A_log": aLogs}, Given: unitKeys("q", "k"), IO: core.F32, Aux: core.F32}
 		raw := base
@@ -85,6 +86,16 @@ func summaryCases(short bool) []*solo {
 			one(name, func(c *solo) { c.Draw["g"], c.Size["T"] = d, 150 })
 		}
 		one("plain", func(c *solo) { c.Give = nil })
+		if strings.HasPrefix(op, "kda_") {
+			one("lower bound", func(c *solo) {
+				c.Give, c.Draw["g"], c.Size["T"] = []string{"g", "beta", "A_log", "dt_bias"}, nil, 150
+				c.Numbers = map[string]float64{"gate": 1, "lower_bound": -5}
+			})
+			one("lower bound alone", func(c *solo) {
+				c.Give, c.Draw["g"] = []string{"g", "beta"}, nil
+				c.Numbers = map[string]float64{"gate": 1, "lower_bound": -2.5}
+			})
+		}
 		one("no bias", func(c *solo) {
 			c.Give, c.Draw["g"] = []string{"g", "A_log"}, nil
 			c.Numbers = map[string]float64{"gate": 1}

@@ -1,27 +1,36 @@
 package oracle
 
+import "strings"
+
 // summaries are the references of the state summaries: the recurrence itself, with a state that has K more columns.
 var summaries = map[string]func(p *Plain) Tensors{
-	"summary_fwd": func(p *Plain) Tensors {
-		return Tensors{"map": p.widened().Forward()["final_state"]}
-	},
-	"summary_grad": func(p *Plain) Tensors {
-		g := p.widened()
-		g.In["dout"] = make([]float64, len(g.In["v"]))
-		g.In["dht"] = p.In["dmap"]
-		out := g.Backward()
-		out["dv"] = columns(out["dv"], g.V, g.V-g.K)
-		return out
-	},
-	"summary_bwd": func(p *Plain) Tensors {
-		g := p.widened()
-		g.In["dht"] = g.In["initial_state"]
-		return Tensors{"map": g.Backward()["dh0"]}
-	},
+	"summary_fwd":         (*Plain).mapForward,
+	"summary_grad":        (*Plain).mapGradient,
+	"summary_bwd":         (*Plain).mapBackward,
+	"kda_summary_fwd":     (*Plain).mapForward,
+	"kda_summary_grad":    (*Plain).mapGradient,
+	"kda_summary_bwd":     (*Plain).mapBackward,
 	"summary_merge":       func(p *Plain) Tensors { return Tensors{"out": p.chain(int(p.Size["V"]), p.In["state"])} },
 	"summary_compose":     func(p *Plain) Tensors { return Tensors{"map": p.chain(p.wide(), nil)} },
 	"summary_merge_bwd":   func(p *Plain) Tensors { return p.chainBackward(int(p.Size["V"]), p.In["state"], p.In["dout"]) },
 	"summary_compose_bwd": func(p *Plain) Tensors { return p.chainBackward(p.wide(), nil, p.In["dmap"]) },
+}
+
+func (p *Plain) mapForward() Tensors { return Tensors{"map": p.widened().Forward()["final_state"]} }
+
+func (p *Plain) mapGradient() Tensors {
+	g := p.widened()
+	g.In["dout"] = make([]float64, len(g.In["v"]))
+	g.In["dht"] = p.In["dmap"]
+	out := g.Backward()
+	out["dv"] = columns(out["dv"], g.V, g.V-g.K)
+	return out
+}
+
+func (p *Plain) mapBackward() Tensors {
+	g := p.widened()
+	g.In["dht"] = g.In["initial_state"]
+	return Tensors{"map": g.Backward()["dh0"]}
 }
 
 func (p *Plain) wide() int { return int(p.Size["K"] + p.Size["V"]) }
@@ -30,7 +39,7 @@ func (p *Plain) wide() int { return int(p.Size["K"] + p.Size["V"]) }
 func (p *Plain) delta() *GDN {
 	n := func(letter string) int { return int(p.Size[letter]) }
 	on := func(name string) bool { return p.Numbers[name] != 0 }
-	g := &GDN{B: n("B"), T: n("T"), H: n("H"), HV: n("HV"), K: n("K"), V: n("V"), Cu: p.Cu, Scale: p.Numbers["scale"], L2Norm: on("qk_l2norm"), Gate: on("gate"),
+	g := &GDN{Channels: strings.HasPrefix(p.Op, "kda_"), LowerBound: p.Numbers["lower_bound"], B: n("B"), T: n("T"), H: n("H"), HV: n("HV"), K: n("K"), V: n("V"), Cu: p.Cu, Scale: p.Numbers["scale"], L2Norm: on("qk_l2norm"), Gate: on("gate"),
 		BetaSigmoid: on("beta_sigmoid"), NegEigval: on("neg_eigval"), In: Tensors{}}
 	for name, x := range p.In {
 		g.In[name] = x

@@ -5,18 +5,19 @@
 // All operators
 #define GDNK_OPS(X) \
 	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd) X(kda_fwd) X(kda_bwd) X(kda_recurrent_fwd) \
-	X(kda_recurrent_bwd) X(summary_fwd) X(summary_grad) X(summary_bwd) X(summary_merge) X(summary_merge_bwd) \
-	X(summary_compose) X(summary_compose_bwd) X(gate_fwd) X(gate_bwd) X(norm_fwd) X(norm_bwd) X(conv_fwd) \
-	X(conv_bwd) X(decode) X(frame_fwd) X(frame_bwd) X(frame_pullback) X(frame_summary_fwd) X(frame_summary_bwd) \
-	X(frame_merge_fwd) X(frame_merge_bwd) X(frame_build_fwd) X(frame_build_bwd) X(frame_project_fwd) \
-	X(frame_project_bwd)
+	X(kda_recurrent_bwd) X(summary_fwd) X(summary_grad) X(summary_bwd) X(kda_summary_fwd) X(kda_summary_grad) \
+	X(kda_summary_bwd) X(summary_merge) X(summary_merge_bwd) X(summary_compose) X(summary_compose_bwd) X(gate_fwd) \
+	X(gate_bwd) X(norm_fwd) X(norm_bwd) X(conv_fwd) X(conv_bwd) X(decode) X(frame_fwd) X(frame_bwd) \
+	X(frame_pullback) X(frame_summary_fwd) X(frame_summary_bwd) X(frame_merge_fwd) X(frame_merge_bwd) \
+	X(frame_build_fwd) X(frame_build_bwd) X(frame_project_fwd) X(frame_project_bwd)
 
 enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_kda_fwd, OP_kda_bwd, OP_kda_recurrent_fwd,
-       OP_kda_recurrent_bwd, OP_summary_fwd, OP_summary_grad, OP_summary_bwd, OP_summary_merge, OP_summary_merge_bwd,
-       OP_summary_compose, OP_summary_compose_bwd, OP_gate_fwd, OP_gate_bwd, OP_norm_fwd, OP_norm_bwd, OP_conv_fwd,
-       OP_conv_bwd, OP_decode, OP_frame_fwd, OP_frame_bwd, OP_frame_pullback, OP_frame_summary_fwd,
-       OP_frame_summary_bwd, OP_frame_merge_fwd, OP_frame_merge_bwd, OP_frame_build_fwd, OP_frame_build_bwd,
-       OP_frame_project_fwd, OP_frame_project_bwd, OP_count };
+       OP_kda_recurrent_bwd, OP_summary_fwd, OP_summary_grad, OP_summary_bwd, OP_kda_summary_fwd,
+       OP_kda_summary_grad, OP_kda_summary_bwd, OP_summary_merge, OP_summary_merge_bwd, OP_summary_compose,
+       OP_summary_compose_bwd, OP_gate_fwd, OP_gate_bwd, OP_norm_fwd, OP_norm_bwd, OP_conv_fwd, OP_conv_bwd,
+       OP_decode, OP_frame_fwd, OP_frame_bwd, OP_frame_pullback, OP_frame_summary_fwd, OP_frame_summary_bwd,
+       OP_frame_merge_fwd, OP_frame_merge_bwd, OP_frame_build_fwd, OP_frame_build_bwd, OP_frame_project_fwd,
+       OP_frame_project_bwd, OP_count };
 enum { SZ_B, SZ_T, SZ_H, SZ_HV, SZ_K, SZ_V, SZ_N, SZ_D, SZ_W, SZ_P, SZ_R, SZ_count };
 
 // gdn_fwd: tensors, numbers, derived sizes (indices into size[]).
@@ -114,6 +115,31 @@ enum { T_summary_bwd_q, T_summary_bwd_k, T_summary_bwd_g, T_summary_bwd_beta, T_
 enum { N_summary_bwd_scale, N_summary_bwd_qk_l2norm, N_summary_bwd_gate, N_summary_bwd_beta_sigmoid,
        N_summary_bwd_neg_eigval, N_summary_bwd_count };
 enum { D_summary_bwd_VK = SZ_count };
+
+// gdn_kda_summary_fwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_summary_fwd_k, T_kda_summary_fwd_v, T_kda_summary_fwd_g, T_kda_summary_fwd_beta,
+       T_kda_summary_fwd_A_log, T_kda_summary_fwd_dt_bias, T_kda_summary_fwd_cu_seqlens, T_kda_summary_fwd_map,
+       T_kda_summary_fwd_count };
+enum { N_kda_summary_fwd_qk_l2norm, N_kda_summary_fwd_gate, N_kda_summary_fwd_lower_bound,
+       N_kda_summary_fwd_beta_sigmoid, N_kda_summary_fwd_neg_eigval, N_kda_summary_fwd_count };
+enum { D_kda_summary_fwd_VK = SZ_count };
+
+// gdn_kda_summary_grad: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_summary_grad_k, T_kda_summary_grad_v, T_kda_summary_grad_g, T_kda_summary_grad_beta,
+       T_kda_summary_grad_A_log, T_kda_summary_grad_dt_bias, T_kda_summary_grad_cu_seqlens, T_kda_summary_grad_dmap,
+       T_kda_summary_grad_dk, T_kda_summary_grad_dv, T_kda_summary_grad_dg, T_kda_summary_grad_dbeta,
+       T_kda_summary_grad_dA_log, T_kda_summary_grad_ddt_bias, T_kda_summary_grad_count };
+enum { N_kda_summary_grad_qk_l2norm, N_kda_summary_grad_gate, N_kda_summary_grad_lower_bound,
+       N_kda_summary_grad_beta_sigmoid, N_kda_summary_grad_neg_eigval, N_kda_summary_grad_count };
+enum { D_kda_summary_grad_VK = SZ_count };
+
+// gdn_kda_summary_bwd: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_summary_bwd_q, T_kda_summary_bwd_k, T_kda_summary_bwd_g, T_kda_summary_bwd_beta,
+       T_kda_summary_bwd_A_log, T_kda_summary_bwd_dt_bias, T_kda_summary_bwd_cu_seqlens, T_kda_summary_bwd_dout,
+       T_kda_summary_bwd_map, T_kda_summary_bwd_count };
+enum { N_kda_summary_bwd_scale, N_kda_summary_bwd_qk_l2norm, N_kda_summary_bwd_gate, N_kda_summary_bwd_lower_bound,
+       N_kda_summary_bwd_beta_sigmoid, N_kda_summary_bwd_neg_eigval, N_kda_summary_bwd_count };
+enum { D_kda_summary_bwd_VK = SZ_count };
 
 // gdn_summary_merge: tensors, numbers.
 enum { T_summary_merge_s, T_summary_merge_m, T_summary_merge_state, T_summary_merge_out, T_summary_merge_count };

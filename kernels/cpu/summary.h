@@ -124,19 +124,33 @@ static int summary_bwd(summary *m, const int64_t *size, double scale) {
 #define SUMMARY_INPUTS(op)                                                                                   \
 	.k = TENSOR(op, k), .g = TENSOR(op, g), .beta = TENSOR(op, beta), .A_log = TENSOR(op, A_log), .dt_bias = TENSOR(op, dt_bias), .cu = TENSOR(op, cu_seqlens), \
 	.l2norm = INT(op, qk_l2norm), .gate = INT(op, gate), .beta_sigmoid = INT(op, beta_sigmoid), .beta_max = INT(op, neg_eigval) ? 2 : 1
+#define SUMMARY_GRADIENTS(op) \
+	.dk = TENSOR(op, dk), .dv = TENSOR(op, dv), .dg = TENSOR(op, dg), .dbeta = TENSOR(op, dbeta), .dA = TENSOR(op, dA_log), .dbias = TENSOR(op, ddt_bias)
 static int op_summary_fwd(const gdnk_call *c) {
 	summary m = {.s = {SUMMARY_INPUTS(summary_fwd), .v = TENSOR(summary_fwd, v)}, .map = TENSOR(summary_fwd, map)};
 	return summary_fwd(&m, c->size);
 }
 static int op_summary_grad(const gdnk_call *c) {
-	summary m = {.s = {SUMMARY_INPUTS(summary_grad), .v = TENSOR(summary_grad, v), .dk = TENSOR(summary_grad, dk), .dv = TENSOR(summary_grad, dv),
-		.dg = TENSOR(summary_grad, dg), .dbeta = TENSOR(summary_grad, dbeta), .dA = TENSOR(summary_grad, dA_log), .dbias = TENSOR(summary_grad, ddt_bias)},
-		.dmap = TENSOR(summary_grad, dmap)};
+	summary m = {.s = {SUMMARY_INPUTS(summary_grad), .v = TENSOR(summary_grad, v), SUMMARY_GRADIENTS(summary_grad)}, .dmap = TENSOR(summary_grad, dmap)};
 	return summary_grad(&m, c->size);
 }
 static int op_summary_bwd(const gdnk_call *c) {
 	summary m = {.s = {SUMMARY_INPUTS(summary_bwd), .q = TENSOR(summary_bwd, q), .dout = TENSOR(summary_bwd, dout)}, .map = TENSOR(summary_bwd, map)};
 	return summary_bwd(&m, c->size, c->f[N_summary_bwd_scale]);
+}
+static int op_kda_summary_fwd(const gdnk_call *c) {
+	summary m = {.s = {SUMMARY_INPUTS(kda_summary_fwd), CHANNELS(kda_summary_fwd), .v = TENSOR(kda_summary_fwd, v)}, .map = TENSOR(kda_summary_fwd, map)};
+	return summary_fwd(&m, c->size);
+}
+static int op_kda_summary_grad(const gdnk_call *c) {
+	summary m = {.s = {SUMMARY_INPUTS(kda_summary_grad), CHANNELS(kda_summary_grad), .v = TENSOR(kda_summary_grad, v), SUMMARY_GRADIENTS(kda_summary_grad)},
+		.dmap = TENSOR(kda_summary_grad, dmap)};
+	return summary_grad(&m, c->size);
+}
+static int op_kda_summary_bwd(const gdnk_call *c) {
+	summary m = {.s = {SUMMARY_INPUTS(kda_summary_bwd), CHANNELS(kda_summary_bwd), .q = TENSOR(kda_summary_bwd, q), .dout = TENSOR(kda_summary_bwd, dout)},
+		.map = TENSOR(kda_summary_bwd, map)};
+	return summary_bwd(&m, c->size, c->f[N_kda_summary_bwd_scale]);
 }
 
 static int run_maps(maps *m, const int64_t *size, int backward) {

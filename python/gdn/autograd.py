@@ -13,6 +13,7 @@ PAIRS = {
     "fwd": ("bwd", {"dout": "o", "dht": "final_state"}),
     "recurrent_fwd": ("recurrent_bwd", {"dout": "o", "dht": "final_state"}),
     "summary_fwd": ("summary_grad", {"dmap": "map"}),
+    "kda_summary_fwd": ("kda_summary_grad", {"dmap": "map"}),
     "summary_merge": ("summary_merge_bwd", {"dout": "out"}),
     "summary_compose": ("summary_compose_bwd", {"dmap": "map"}),
     "kda_fwd": ("kda_bwd", {"dout": "o", "dht": "final_state"}),

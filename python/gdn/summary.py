@@ -5,9 +5,12 @@ Forward ``S_out = M S_in + S``, backward ``dS_in = N dS_out + G`` with ``N = M^T
 """
 
 from . import autograd, library  # noqa: F401  autograd registers the gradients
+from ._keywords import settle_gate
 
 _summary_fwd = library.operator("summary_fwd")
 _summary_bwd = library.operator("summary_bwd")
+_kda_summary_fwd = library.operator("kda_summary_fwd")
+_kda_summary_bwd = library.operator("kda_summary_bwd")
 _merge = library.operator("summary_merge")
 _compose = library.operator("summary_compose")
 
@@ -24,12 +27,13 @@ def state_summary(
     use_gate_in_kernel=False,
     use_beta_sigmoid_in_kernel=False,
     allow_neg_eigval=False,
+    lower_bound=None,
     cu_seqlens=None,
 ):
-    """The forward maps of Gated DeltaNet over windows of tokens; all arguments are as ``chunk_gated_delta_rule`` takes them.
+    """The forward maps of Gated DeltaNet over windows of tokens, or with g by key channels those of Kimi Delta Attention.
 
     Args:
-        k, v, g, beta, A_log, dt_bias and the flags: as there; beta is [B, T, HV].
+        k, v, g, beta, A_log, dt_bias, lower_bound and the flags: as ``chunk_gated_delta_rule`` and ``chunk_kda`` take them; beta is [B, T, HV].
         cu_seqlens: [N + 1] int32 or int64 in host memory, or a sequence of ints: the borders of N windows, with B = 1. They do not decrease
             and lie in 0..T, but need neither start at 0 nor end at T. None: each row of the batch is a window.
 
@@ -40,6 +44,10 @@ def state_summary(
     The maps have gradients with respect to k, v, g, beta, A_log and dt_bias.
     """
     cu_seqlens, (k, v, g, beta) = _windows(cu_seqlens, k, v, g, beta)
+    if _by_channels(g, lower_bound):
+        A_log, dt_bias, bound = settle_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, False, k, v)
+        return _kda_summary_fwd(k, v, g, beta, A_log, dt_bias, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, bound,
+                                use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return _summary_fwd(k, v, g, beta, _flat(A_log), _flat(dt_bias), cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                         use_beta_sigmoid_in_kernel, allow_neg_eigval)
 
@@ -58,6 +66,7 @@ def state_gradient_summary(
     use_gate_in_kernel=False,
     use_beta_sigmoid_in_kernel=False,
     allow_neg_eigval=False,
+    lower_bound=None,
     cu_seqlens=None,
 ):
     """The backward maps of the same windows: G is the gradient of the entry state where that of the exit state is 0.
@@ -65,12 +74,16 @@ def state_gradient_summary(
     Args:
         dout: [B, T, HV, V], the gradient of the output.
         scale: factor of q in the output. None: K ** -0.5.
-        All others: as ``state_summary`` and ``chunk_gated_delta_rule`` take them.
+        All others: as ``state_summary`` and the chunk functions take them.
 
     Returns:
         [N, HV, K, V + K], a new tensor: G, and N to be applied as it stands. It has no gradient.
     """
     cu_seqlens, (q, k, g, beta, dout) = _windows(cu_seqlens, q, k, g, beta, dout)
+    if _by_channels(g, lower_bound):
+        A_log, dt_bias, bound = settle_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, False, q, dout)
+        return _kda_summary_bwd(q, k, g, beta, A_log, dt_bias, cu_seqlens, dout, scale or 0.0, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+                                bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return _summary_bwd(q, k, g, beta, _flat(A_log), _flat(dt_bias), cu_seqlens, dout, scale or 0.0, use_qk_l2norm_in_kernel,
                         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
 
@@ -109,6 +122,13 @@ def _split(maps):
         raise ValueError(f"maps have shape {list(maps.shape)}, expected [R, HV, K, V+K] or [R, B, HV, K, V+K]")
     five = maps if maps.dim() == 5 else maps.unsqueeze(1)
     return five[..., :V], five[..., V:], maps.shape
+
+
+def _by_channels(g, lower_bound):
+    channels = g is not None and g.dim() == 4
+    if lower_bound is not None and not channels:
+        raise ValueError("lower_bound is given and g does not go by key channels: only Kimi Delta Attention has such a gate")
+    return channels
 
 
 def _flat(parameter):

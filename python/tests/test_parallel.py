@@ -11,7 +11,7 @@ from ranks import simulate  # noqa: E402
 from test_parallel_plan import layout  # noqa: E402
 
 import gdn  # noqa: E402
-from gdn import _lib, parallel  # noqa: E402
+from gdn import parallel  # noqa: E402
 
 TOKENS = ("q", "k", "v", "g", "beta")
 LEAVES = (*TOKENS, "A_log", "dt_bias", "initial_state")
@@ -46,8 +46,9 @@ class Case:
         if states:
             self.tensors["initial_state"] = randn(self.N, HV, K, V)
         self.do, self.dht = randn(B, T, HV, V), randn(self.N, HV, K, V)
-        self.tensors = {name: t.to(dtype) for name, t in self.tensors.items()}
-        self.do, self.dht = self.do.to(dtype), self.dht.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        state = torch.float64 if dtype == torch.float64 else torch.float32
+        self.tensors = {name: t.to(dtype if name in TOKENS else state) for name, t in self.tensors.items()}
+        self.do, self.dht = self.do.to(dtype), self.dht.to(state)
 
     @property
     def packed(self):
@@ -119,7 +120,7 @@ def gates(rule):
     return ["log", "softplus", "bound"] if rule == "kda" else ["log", "softplus"]
 
 
-RULES = [rule for rule, op in (("gdn", "summary_fwd"), ("kda", "kda_summary_fwd")) if op in _lib.OPS]
+RULES = ["gdn", "kda"]
 STATES = [parallel.p2p, parallel.all_gather, parallel.recursive_doubling, parallel.auto]
 
 
@@ -180,11 +181,15 @@ def test_one_document_in_a_batch(rule, P):
 @pytest.mark.parametrize("H, HV, K, V", [(2, 2, 8, 8), (1, 4, 8, 16), (3, 6, 16, 5), (2, 4, 64, 96), (1, 2, 33, 70)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_and_heads(rule, H, HV, K, V, dtype):
-    """Against the same call in one process, whose error is known: the ranks add none that counts."""
-    case = Case(rule, [0, 50, 66, 80], [40, 0, 27, 13], H=H, HV=HV, K=K, V=V, dtype=dtype, gate="softplus", beta="logit",
-                use_qk_l2norm_in_kernel=True)
-    ranks, _ = simulate(4, lambda transport: case.run(on_thread(transport, "p2p")))
-    case.hold(case.together(ranks), None if dtype == torch.float32 else {torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype])
+    """16-bit tensors round their results, and sums over the tokens cancel: the ranks may not be much further off than one of them alone."""
+    offsets, lengths = [0, 50, 66, 80], [40, 0, 27, 13]
+    case = Case(rule, offsets, lengths, H=H, HV=HV, K=K, V=V, dtype=dtype, gate="softplus", beta="logit", use_qk_l2norm_in_kernel=True)
+    want, found = case.expected(), case.together(simulate(4, lambda transport: case.run(on_thread(transport, "p2p")))[0])
+    case.lengths = [80]
+    alone, = simulate(1, lambda transport: case.run(on_thread(transport, "p2p")))[0]
+    for name, t in want.items():
+        assert found[name].dtype == alone[name].dtype
+        reference.check(name, t, found[name], max(reference.BOUNDS[found[name].dtype], 2 * reference.error(t, alone[name])))
 
 
 @pytest.mark.parametrize("rule", RULES)

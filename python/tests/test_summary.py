@@ -124,3 +124,39 @@ def test_hostile(change, message):
         summary.state_summary(**{**a, **change})
     with pytest.raises(ValueError, match="maps have shape"):
         summary.merge_summaries(torch.rand(4, 4))
+
+
+CHANNELS = [{}, {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True},
+            {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "lower_bound": -4.0}]
+
+
+@pytest.mark.parametrize("flags", CHANNELS, ids=["plain", "softplus", "bound"])
+@pytest.mark.parametrize("dtype, ratio", [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=["fp64", "fp32"])
+def test_decays_by_channels(flags, dtype, ratio):
+    """Kimi Delta Attention: a map applied is the tokens run, forward and backward, and windows compose."""
+    (q, k, v, _, beta), _ = inputs(1, 130, 2, 4, 24, 40, dtype)
+    raw = bool(flags)
+    g = torch.randn(1, 130, 4, 24, dtype=dtype) if raw else -torch.rand(1, 130, 4, 24, dtype=dtype)
+    gate = {"A_log": torch.rand(4, dtype=dtype), "dt_bias": torch.randn(4 * 24, dtype=dtype)} if raw else {}
+    h0 = torch.randn(1, 4, 24, 40, dtype=dtype, requires_grad=True)
+    o, ht = gdn.chunk_kda(q, k, v, g, beta, scale=0.3, initial_state=h0, output_final_state=True, **gate, **flags)
+    do, dht = torch.randn_like(o), torch.randn_like(ht)
+    dh0, = torch.autograd.grad([o, ht], h0, [do, dht])
+    maps = summary.state_summary(k, v, g, beta, cu_seqlens=[0, 30, 30, 101, 130], **gate, **flags)
+    close(summary.merge_summaries(maps, h0[0]), ht[0].detach(), ratio)
+    back = summary.state_gradient_summary(q, k, g, beta, do, scale=0.3, cu_seqlens=[0, 30, 30, 101, 130], **gate, **flags)
+    close(summary.merge_summaries(back, dht[0], reverse=True), dh0[0], ratio)
+    close(back[..., 40:], maps[..., 40:].mT, ratio)
+
+
+def test_gradients_by_channels():
+    (q, k, v, _, beta), _ = inputs(1, 9, 1, 2, 4, 3)
+    a = [t.requires_grad_() for t in (k, v, torch.randn(1, 9, 2, 4, dtype=torch.float64), beta, torch.rand(2, dtype=torch.float64),
+                                      torch.randn(2, 4, dtype=torch.float64))]
+
+    def maps(k, v, g, beta, A_log, dt_bias):
+        return summary.state_summary(k, v, g, beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=[2, 5, 8], **CHANNELS[2])
+
+    assert torch.autograd.gradcheck(maps, a, fast_mode=True)
+    with pytest.raises(ValueError, match="lower_bound is given and g does not go by key channels"):
+        summary.state_summary(k, v, lower_bound=-1.0)
