@@ -4,12 +4,14 @@ A document lies on n + 1 ranks, so the last of them waits for the maps of n. Wit
 overheads + bytes / bandwidth, an overhead is what a rank pays for each message that it sends or takes, and a map [K, V + K] is applied in
 2 K K V operations a head and joined with another in 2 K K (V + K). What the last rank waits for, from the time when all maps are there:
 
-    p2p                   n hops of W, n - 1 maps applied between them
-    all_gather            n messages, 2 W each but the first, W; then n maps applied
-    grouped(w)            the same inside a block (w - 1 messages), then (n + 1) / w - 1 hops of W and w maps applied for each
-    recursive_doubling    log2 n rounds of 2 W with a join each, and one hop of W
+    p2p                   n hops of W, with n - 1 maps applied between them
+    all_gather            n messages, 2 W each but the first, which is W (all 2 W where one collective brings them); n - 1 maps applied
+    grouped(w)            the same inside a block (w - 1 messages), (n + 1) / w - 1 hops of W from block to block with w maps applied for
+                          each, and one hop inside the last
+    recursive_doubling    log2 n rounds, 2 W with a join each but the last, which is W; then one hop of W
 
-The bytes of the busiest rank differ more than the times: W, (2 n - 1) W, (2 w - 1) W and about (2 log2 n + 1) W.
+and the bytes that the busiest rank receives: W, (2 n - 1) W, (2 w - 1) W, 2 log2 n W. The figures are written for K = V, where a map is as
+large as two states.
 """
 
 import math
@@ -52,17 +54,20 @@ def estimate(protocol, n, size, shape, itemsize=4, machine=Machine()):
     if protocol == "p2p":
         return Estimate(n * hop(state) + (n - 1) * applied, n, state)
     if protocol == "all_gather":
-        received = state + (n - 1) * packed
+        received = n * packed if n + 1 == size > 2 else state + (n - 1) * packed
         return Estimate(hop(received, n) + (n - 1) * applied, 1, received)
     if protocol == "recursive_doubling":
-        rounds = math.ceil(math.log2(n)) if n > 1 else 0
-        return Estimate(rounds * (hop(packed) + joined) + hop(state), rounds + 1, rounds * packed + state)
+        rounds = math.ceil(math.log2(n))
+        if rounds == 0:
+            return Estimate(hop(state), 1, state)
+        return Estimate((rounds - 1) * (hop(packed) + joined) + hop(state) + applied + hop(state), rounds + 1, (rounds - 1) * packed + 2 * state)
     width = protocol[1]
-    blocks = math.ceil((n + 1) / width)
+    relays = math.ceil((n + 1) / width) - 1
+    if relays == 0:
+        return estimate("all_gather", n, size + 1, shape, itemsize, machine)
     inside = (width - 1) * packed
-    relays = blocks - 1
-    return Estimate(hop(inside, width - 1) + relays * (hop(state) + width * applied) + (hop(state) if relays else 0) + (width - 1) * applied,
-                    1 + relays + (1 if relays else 0), inside + state)
+    return Estimate(hop(inside, width - 1) + relays * (hop(state) + width * applied) + hop(state) + (width - 1) * applied, relays + 2,
+                    inside + state)
 
 
 def cheapest(n, size, shape, itemsize=4, machine=Machine()):
