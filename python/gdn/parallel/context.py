@@ -78,9 +78,10 @@ _transports = weakref.WeakKeyDictionary()
 
 
 def _transport(group):
-    """One transport for each group, made without a collective."""
+    """One transport for each group."""
     if group is None:
         raise ValueError("gdn.parallel: the cp_context has no group; make it with build_cp_context")
     if group not in _transports:
-        _transports[group] = Transport(group)
+        made = _transports[group] = Transport(group)
+        made.agree("size of the group", made.size)  # the first collective, which some engines need before messages between some ranks
     return _transports[group]

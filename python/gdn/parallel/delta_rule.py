@@ -59,7 +59,9 @@ def _run(family, bound, tensors, numbers, output_final_state):
     if bound.degree > 1 and plan.crosses:
         return _by_heads(family, bound, tensors, numbers, output_final_state)
     call = _Call(family, bound, numbers, output_final_state, [name for name, t in tensors.items() if t is not None])
-    o, final_state = _Rule.apply(call, *[tensors[name] for name in call.names])
+    given = [tensors[name] for name in call.names]
+    call.save = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    o, final_state = _Rule.apply(call, *given)
     return o, final_state if output_final_state else None
 
 
@@ -82,12 +84,13 @@ def _validate(family, bound, tensors, numbers):
     if plan.rows(bound.degree).crosses and beta is not None and beta.dim() != 3:
         raise ValueError(f"gdn.parallel: beta has shape {list(beta.shape)}, expected [B, T, HV]: with a beta per value channel the state has no "
                          "map of K x K; use ulysses")
-    # Without tokens, the operator itself: it looks at everything else.
+    # The library itself looks at everything else, in a call without tokens that it does not run.
     given = {name: t[:, :0] if name in TOKENS and t is not None else t for name, t in tensors.items()}
     if h0 is not None:
         given["initial_state"] = h0[:q.shape[0]]
-    with torch.no_grad():
-        invoke(family.fwd, **given, **numbers)
+    row = _lib.OPS[family.fwd].row
+    views = {name: library.view(t) for name, t in {**given, "o": given["v"]}.items() if t is not None}
+    _lib.OPS[family.fwd].supports([views.get(t["name"]) for t in row["tensors"]], [numbers.get(n["name"], 0) for n in row["numbers"]])
     if bound.degree > 1 and (q.shape[2] % bound.degree or v.shape[2] % bound.degree):
         raise ValueError(f"gdn.parallel: q has {q.shape[2]} heads and v {v.shape[2]}, expected multiples of the Ulysses degree {bound.degree}")
 
@@ -99,6 +102,7 @@ class _Call:
         self.family, self.bound, self.numbers, self.output_final_state, self.names = family, bound, numbers, output_final_state, names
         plan = bound.plan
         self.sending = None  # the exchange of a forward under way
+        self.save = False  # whether a backward will follow
         # A single document needs no offsets: each batch row is one.
         self.cu_seqlens = None if plan.num_documents == 1 else plan.cu_seqlens
 
@@ -144,10 +148,9 @@ class _Rule(torch.autograd.Function):
         q, v, h0 = tensors["q"], tensors["v"], tensors.get("initial_state")
         received = kept.get(lambda: _Rule.receive(call, tensors)) if plan.crosses else None
         states = call.fragment_states(h0, received, plan.begins, 0, accumulator(q))
-        save = any(ctx.needs_input_grad)
         operands = {**tensors, "initial_state": states, "cu_seqlens": call.cu_seqlens}
         final = call.output_final_state and bool(plan.ends)
-        made = invoke(call.family.fwd, **operands, **numbers, output_final_state=final, save=save)
+        made = invoke(call.family.fwd, **operands, **numbers, output_final_state=final, save=call.save)
         if call.output_final_state:
             shape = (plan.num_documents if plan.num_documents != 1 else q.shape[0], v.shape[2], q.shape[3], v.shape[3])
             final = call.document_states(made["final_state"], plan.ends, h0, q, shape)
@@ -157,7 +160,7 @@ class _Rule(torch.autograd.Function):
         if call.sending is not None:
             call.sending.close()
             call.sending = None
-        if save:
+        if call.save:
             ctx.save_for_backward(*given, states, made["tape"])
             ctx.call, ctx.state_shape = call, final.shape
             ctx.set_materialize_grads(False)
