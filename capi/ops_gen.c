@@ -2,7 +2,7 @@
 #include "abi.h"
 #include "gdn.h"
 
-const char *const gdnc_ops[] = {"fwd", "bwd", "recurrent_fwd", "recurrent_bwd", "kda_fwd", "kda_bwd", "kda_recurrent_fwd", "kda_recurrent_bwd", "summary_fwd", "summary_grad", "summary_bwd", "kda_summary_fwd", "kda_summary_grad", "kda_summary_bwd", "summary_merge", "summary_merge_bwd", "summary_compose", "summary_compose_bwd", "gate_fwd", "gate_bwd", "norm_fwd", "norm_bwd", "conv_fwd", "conv_bwd", "decode", "frame_fwd", "frame_bwd", "frame_pullback", "frame_summary_fwd", "frame_summary_bwd", "frame_merge_fwd", "frame_merge_bwd", "frame_build_fwd", "frame_build_bwd", "frame_project_fwd", "frame_project_bwd", 0};
+const char *const gdnc_ops[] = {"fwd", "bwd", "recurrent_fwd", "recurrent_bwd", "kda_fwd", "kda_bwd", "kda_recurrent_fwd", "kda_recurrent_bwd", "prepare", "state_pass", "output", "bwd_prepare", "state_grad", "finish", "kda_prepare", "kda_output", "kda_bwd_prepare", "kda_finish", "summary_fwd", "summary_grad", "summary_bwd", "kda_summary_fwd", "kda_summary_grad", "kda_summary_bwd", "summary_merge", "summary_merge_bwd", "summary_compose", "summary_compose_bwd", "gate_fwd", "gate_bwd", "norm_fwd", "norm_bwd", "conv_fwd", "conv_bwd", "decode", "frame_fwd", "frame_bwd", "frame_pullback", "frame_summary_fwd", "frame_summary_bwd", "frame_merge_fwd", "frame_merge_bwd", "frame_build_fwd", "frame_build_bwd", "frame_project_fwd", "frame_project_bwd", 0};
 
 int32_t gdn_fwd(const gdn_fwd_args *args) { return gdnc_enter(0, args, 1); }
 int32_t gdn_bwd(const gdn_bwd_args *args) { return gdnc_enter(1, args, 1); }
@@ -12,31 +12,41 @@ int32_t gdn_kda_fwd(const gdn_kda_fwd_args *args) { return gdnc_enter(4, args, 1
 int32_t gdn_kda_bwd(const gdn_kda_bwd_args *args) { return gdnc_enter(5, args, 1); }
 int32_t gdn_kda_recurrent_fwd(const gdn_kda_recurrent_fwd_args *args) { return gdnc_enter(6, args, 1); }
 int32_t gdn_kda_recurrent_bwd(const gdn_kda_recurrent_bwd_args *args) { return gdnc_enter(7, args, 1); }
-int32_t gdn_summary_fwd(const gdn_summary_fwd_args *args) { return gdnc_enter(8, args, 1); }
-int32_t gdn_summary_grad(const gdn_summary_grad_args *args) { return gdnc_enter(9, args, 1); }
-int32_t gdn_summary_bwd(const gdn_summary_bwd_args *args) { return gdnc_enter(10, args, 1); }
-int32_t gdn_kda_summary_fwd(const gdn_kda_summary_fwd_args *args) { return gdnc_enter(11, args, 1); }
-int32_t gdn_kda_summary_grad(const gdn_kda_summary_grad_args *args) { return gdnc_enter(12, args, 1); }
-int32_t gdn_kda_summary_bwd(const gdn_kda_summary_bwd_args *args) { return gdnc_enter(13, args, 1); }
-int32_t gdn_summary_merge(const gdn_summary_merge_args *args) { return gdnc_enter(14, args, 1); }
-int32_t gdn_summary_merge_bwd(const gdn_summary_merge_bwd_args *args) { return gdnc_enter(15, args, 1); }
-int32_t gdn_summary_compose(const gdn_summary_compose_args *args) { return gdnc_enter(16, args, 1); }
-int32_t gdn_summary_compose_bwd(const gdn_summary_compose_bwd_args *args) { return gdnc_enter(17, args, 1); }
-int32_t gdn_gate_fwd(const gdn_gate_fwd_args *args) { return gdnc_enter(18, args, 1); }
-int32_t gdn_gate_bwd(const gdn_gate_bwd_args *args) { return gdnc_enter(19, args, 1); }
-int32_t gdn_norm_fwd(const gdn_norm_fwd_args *args) { return gdnc_enter(20, args, 1); }
-int32_t gdn_norm_bwd(const gdn_norm_bwd_args *args) { return gdnc_enter(21, args, 1); }
-int32_t gdn_conv_fwd(const gdn_conv_fwd_args *args) { return gdnc_enter(22, args, 1); }
-int32_t gdn_conv_bwd(const gdn_conv_bwd_args *args) { return gdnc_enter(23, args, 1); }
-int32_t gdn_decode(const gdn_decode_args *args) { return gdnc_enter(24, args, 1); }
-int32_t gdn_frame_fwd(const gdn_frame_fwd_args *args) { return gdnc_enter(25, args, 1); }
-int32_t gdn_frame_bwd(const gdn_frame_bwd_args *args) { return gdnc_enter(26, args, 1); }
-int32_t gdn_frame_pullback(const gdn_frame_pullback_args *args) { return gdnc_enter(27, args, 1); }
-int32_t gdn_frame_summary_fwd(const gdn_frame_summary_fwd_args *args) { return gdnc_enter(28, args, 1); }
-int32_t gdn_frame_summary_bwd(const gdn_frame_summary_bwd_args *args) { return gdnc_enter(29, args, 1); }
-int32_t gdn_frame_merge_fwd(const gdn_frame_merge_fwd_args *args) { return gdnc_enter(30, args, 1); }
-int32_t gdn_frame_merge_bwd(const gdn_frame_merge_bwd_args *args) { return gdnc_enter(31, args, 1); }
-int32_t gdn_frame_build_fwd(const gdn_frame_build_fwd_args *args) { return gdnc_enter(32, args, 1); }
-int32_t gdn_frame_build_bwd(const gdn_frame_build_bwd_args *args) { return gdnc_enter(33, args, 1); }
-int32_t gdn_frame_project_fwd(const gdn_frame_project_fwd_args *args) { return gdnc_enter(34, args, 1); }
-int32_t gdn_frame_project_bwd(const gdn_frame_project_bwd_args *args) { return gdnc_enter(35, args, 1); }
+int32_t gdn_prepare(const gdn_prepare_args *args) { return gdnc_enter(8, args, 1); }
+int32_t gdn_state_pass(const gdn_state_pass_args *args) { return gdnc_enter(9, args, 1); }
+int32_t gdn_output(const gdn_output_args *args) { return gdnc_enter(10, args, 1); }
+int32_t gdn_bwd_prepare(const gdn_bwd_prepare_args *args) { return gdnc_enter(11, args, 1); }
+int32_t gdn_state_grad(const gdn_state_grad_args *args) { return gdnc_enter(12, args, 1); }
+int32_t gdn_finish(const gdn_finish_args *args) { return gdnc_enter(13, args, 1); }
+int32_t gdn_kda_prepare(const gdn_kda_prepare_args *args) { return gdnc_enter(14, args, 1); }
+int32_t gdn_kda_output(const gdn_kda_output_args *args) { return gdnc_enter(15, args, 1); }
+int32_t gdn_kda_bwd_prepare(const gdn_kda_bwd_prepare_args *args) { return gdnc_enter(16, args, 1); }
+int32_t gdn_kda_finish(const gdn_kda_finish_args *args) { return gdnc_enter(17, args, 1); }
+int32_t gdn_summary_fwd(const gdn_summary_fwd_args *args) { return gdnc_enter(18, args, 1); }
+int32_t gdn_summary_grad(const gdn_summary_grad_args *args) { return gdnc_enter(19, args, 1); }
+int32_t gdn_summary_bwd(const gdn_summary_bwd_args *args) { return gdnc_enter(20, args, 1); }
+int32_t gdn_kda_summary_fwd(const gdn_kda_summary_fwd_args *args) { return gdnc_enter(21, args, 1); }
+int32_t gdn_kda_summary_grad(const gdn_kda_summary_grad_args *args) { return gdnc_enter(22, args, 1); }
+int32_t gdn_kda_summary_bwd(const gdn_kda_summary_bwd_args *args) { return gdnc_enter(23, args, 1); }
+int32_t gdn_summary_merge(const gdn_summary_merge_args *args) { return gdnc_enter(24, args, 1); }
+int32_t gdn_summary_merge_bwd(const gdn_summary_merge_bwd_args *args) { return gdnc_enter(25, args, 1); }
+int32_t gdn_summary_compose(const gdn_summary_compose_args *args) { return gdnc_enter(26, args, 1); }
+int32_t gdn_summary_compose_bwd(const gdn_summary_compose_bwd_args *args) { return gdnc_enter(27, args, 1); }
+int32_t gdn_gate_fwd(const gdn_gate_fwd_args *args) { return gdnc_enter(28, args, 1); }
+int32_t gdn_gate_bwd(const gdn_gate_bwd_args *args) { return gdnc_enter(29, args, 1); }
+int32_t gdn_norm_fwd(const gdn_norm_fwd_args *args) { return gdnc_enter(30, args, 1); }
+int32_t gdn_norm_bwd(const gdn_norm_bwd_args *args) { return gdnc_enter(31, args, 1); }
+int32_t gdn_conv_fwd(const gdn_conv_fwd_args *args) { return gdnc_enter(32, args, 1); }
+int32_t gdn_conv_bwd(const gdn_conv_bwd_args *args) { return gdnc_enter(33, args, 1); }
+int32_t gdn_decode(const gdn_decode_args *args) { return gdnc_enter(34, args, 1); }
+int32_t gdn_frame_fwd(const gdn_frame_fwd_args *args) { return gdnc_enter(35, args, 1); }
+int32_t gdn_frame_bwd(const gdn_frame_bwd_args *args) { return gdnc_enter(36, args, 1); }
+int32_t gdn_frame_pullback(const gdn_frame_pullback_args *args) { return gdnc_enter(37, args, 1); }
+int32_t gdn_frame_summary_fwd(const gdn_frame_summary_fwd_args *args) { return gdnc_enter(38, args, 1); }
+int32_t gdn_frame_summary_bwd(const gdn_frame_summary_bwd_args *args) { return gdnc_enter(39, args, 1); }
+int32_t gdn_frame_merge_fwd(const gdn_frame_merge_fwd_args *args) { return gdnc_enter(40, args, 1); }
+int32_t gdn_frame_merge_bwd(const gdn_frame_merge_bwd_args *args) { return gdnc_enter(41, args, 1); }
+int32_t gdn_frame_build_fwd(const gdn_frame_build_fwd_args *args) { return gdnc_enter(42, args, 1); }
+int32_t gdn_frame_build_bwd(const gdn_frame_build_bwd_args *args) { return gdnc_enter(43, args, 1); }
+int32_t gdn_frame_project_fwd(const gdn_frame_project_fwd_args *args) { return gdnc_enter(44, args, 1); }
+int32_t gdn_frame_project_bwd(const gdn_frame_project_bwd_args *args) { return gdnc_enter(45, args, 1); }

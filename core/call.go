@@ -82,6 +82,9 @@ func Decode(op *Op, args unsafe.Pointer, c *Call) error {
 	if err == nil {
 		err = c.bindSizes(p)
 	}
+	if err == nil && p.offsets >= 0 && c.Tensors[p.offsets].DType != None {
+		err = c.checkOffsets(p.offsets)
+	}
 	if err == nil && op.Check != nil {
 		if err := op.Check(c); err != nil {
 			return err
@@ -92,9 +95,6 @@ func Decode(op *Op, args unsafe.Pointer, c *Call) error {
 	}
 	if err == nil {
 		err = c.checkOverlap(p)
-	}
-	if err == nil && p.offsets >= 0 && c.Tensors[p.offsets].DType != None {
-		err = c.checkOffsets(p.offsets)
 	}
 	if err != nil {
 		return err

@@ -126,7 +126,7 @@ func (b *argsBuilder) decode() (*Call, error) {
 	return c, err
 }
 
-var small = map[string]int64{"B": 2, "T": 5, "H": 2, "HV": 4, "K": 8, "V": 16, "N": 2, "R": 3}
+var small = map[string]int64{"B": 2, "T": 5, "H": 2, "HV": 4, "K": 8, "V": 16, "N": 2, "R": 3, "P": 3}
 
 func TestDecodeFillsTheCall(t *testing.T) {
 	b := newArgs(gdnFwd, small)

@@ -37,7 +37,7 @@ var summaryFwd = &Op{
 	Tensors: []TensorArg{argK, argV, argG, sumBeta, argALog, argBias, argCu, sumMap},
 	Numbers: sumNumbers,
 	Derived: sumPacked,
-	Check:   checkSummary,
+	Check:   (*Call).checkOperands,
 }
 
 var summaryGrad = &Op{
@@ -46,7 +46,7 @@ var summaryGrad = &Op{
 	Tensors: []TensorArg{argK, argV, argG, sumBeta, argALog, argBias, argCu, sumDmap, outDk, outDv, outDg, sumDb, outDA, outDbias},
 	Numbers: sumNumbers,
 	Derived: sumPacked,
-	Check:   checkSummary,
+	Check:   (*Call).checkOperands,
 }
 
 var summaryBwd = &Op{
@@ -55,7 +55,7 @@ var summaryBwd = &Op{
 	Tensors: []TensorArg{argQ, argK, argG, sumBeta, argALog, argBias, argCu, argDo, sumGMap},
 	Numbers: gdnNumbers[:5],
 	Derived: sumPacked,
-	Check:   checkSummary,
+	Check:   (*Call).checkOperands,
 }
 
 var kdaSummaryFwd = &Op{
@@ -64,7 +64,7 @@ var kdaSummaryFwd = &Op{
 	Tensors: []TensorArg{argK, argV, kdaArgG, sumBeta, kdaArgALog, kdaArgBias, argCu, sumMap},
 	Numbers: kdaNumbers[1:6],
 	Derived: sumPacked,
-	Check:   checkKDASummary,
+	Check:   (*Call).checkOperands,
 }
 
 var kdaSummaryGrad = &Op{
@@ -73,7 +73,7 @@ var kdaSummaryGrad = &Op{
 	Tensors: []TensorArg{argK, argV, kdaArgG, sumBeta, kdaArgALog, kdaArgBias, argCu, sumDmap, outDk, outDv, kdaOutDg, sumDb, outDA, kdaOutBias},
 	Numbers: kdaNumbers[1:6],
 	Derived: sumPacked,
-	Check:   checkKDASummary,
+	Check:   (*Call).checkOperands,
 }
 
 var kdaSummaryBwd = &Op{
@@ -82,7 +82,7 @@ var kdaSummaryBwd = &Op{
 	Tensors: []TensorArg{argQ, argK, kdaArgG, sumBeta, kdaArgALog, kdaArgBias, argCu, argDo, sumGMap},
 	Numbers: kdaNumbers[:6],
 	Derived: sumPacked,
-	Check:   checkKDASummary,
+	Check:   (*Call).checkOperands,
 }
 
 var summaryMerge = &Op{
@@ -119,52 +119,61 @@ var summaryComposeBwd = &Op{
 	Check:   checkMaps,
 }
 
-// checkSummary holds the rules of the delta rule that no shape expresses, for operators that have no tape and may lack q or v.
-func checkSummary(c *Call) error {
-	gate := c.Int("gate") != 0
-	return c.checkOperands(gate, gate)
-}
-
-func checkKDASummary(c *Call) error {
-	bound, gate, err := c.kdaGate()
-	if err != nil {
-		return err
-	}
-	return c.checkOperands(gate, gate && bound == 0)
-}
-
-// checkOperands looks at heads, their sizes, and what the activations in the kernel need.
-func (c *Call) checkOperands(gate, needALog bool) error {
-	first, values := c.Op.Tensors[0].Name, "v"
-	if !c.takes(values) {
-		values = "dout"
+// checkOperands holds the rules of the delta rule that no shape expresses, for operators that may lack any of its tensors and numbers.
+func (c *Call) checkOperands() error {
+	keys, values := c.Op.Tensors[0].Name, "v"
+	for _, other := range []string{"dout", "u", "v_new"} {
+		if !c.takes(values) {
+			values = other
+		}
 	}
 	h, hv := c.Sizes[sizeH], c.Sizes[sizeHV]
-	for _, r := range []struct {
-		tensor, letter string
-		n, most        int64
-	}{{first, "H", h, maxSize}, {values, "HV", hv, maxSize}, {first, "K", c.Sizes[sizeK], maxHead}, {values, "V", c.Sizes[sizeV], maxHead}} {
-		if err := c.inRange(r.tensor, r.letter, r.n, r.most); err != nil {
+	grouped := c.takes("k")
+	if grouped {
+		if err := c.inRange(keys, "H", h, maxSize); err != nil {
+			return err
+		}
+	}
+	if err := c.inRange(values, "HV", hv, maxSize); err != nil {
+		return err
+	}
+	if err := c.inRange(keys, "K", c.Sizes[sizeK], maxHead); err != nil {
+		return err
+	}
+	if err := c.inRange(values, "V", c.Sizes[sizeV], maxHead); err != nil {
+		return err
+	}
+	if grouped && hv%h != 0 {
+		return c.invalid("%s has HV=%d, expected a multiple of H=%d", values, hv, h)
+	}
+	gate, sigmoid := c.flag("gate"), c.flag("beta_sigmoid")
+	bound := 0.0
+	if slices.ContainsFunc(c.Op.Numbers, func(n NumberArg) bool { return n.Name == "lower_bound" }) {
+		var err error
+		if bound, _, err = c.kdaGate(); err != nil {
 			return err
 		}
 	}
 	switch {
-	case hv%h != 0:
-		return c.invalid("%s has HV=%d, expected a multiple of H=%d", values, hv, h)
 	case gate && !c.Has("g"):
 		return c.invalid("gate is 1 and g is NULL, expected the raw gate")
-	case needALog && !c.Has("A_log"):
+	case gate && bound == 0 && !c.Has("A_log"):
 		return c.invalid("gate is 1 and A_log is NULL, expected [HV]")
-	case !gate && c.Has("A_log"):
+	case !gate && c.takes("A_log") && c.Has("A_log"):
 		return c.invalid("A_log is given and gate is 0, expected gate 1 with it")
-	case !gate && c.Has("dt_bias"):
+	case !gate && c.takes("dt_bias") && c.Has("dt_bias"):
 		return c.invalid("dt_bias is given and gate is 0, expected gate 1 with it")
-	case c.Int("beta_sigmoid") != 0 && !c.Has("beta"):
+	case sigmoid && !c.Has("beta"):
 		return c.invalid("beta_sigmoid is 1 and beta is NULL, expected the logits")
-	case c.Int("neg_eigval") != 0 && c.Int("beta_sigmoid") == 0:
+	case c.flag("neg_eigval") && !sigmoid:
 		return c.invalid("neg_eigval is 1 and beta_sigmoid is 0, expected beta_sigmoid 1 with it")
 	}
 	return nil
+}
+
+// flag is a number of range 0 to 1, false where the operator has none of that name.
+func (c *Call) flag(name string) bool {
+	return slices.ContainsFunc(c.Op.Numbers, func(n NumberArg) bool { return n.Name == name }) && c.Int(name) != 0
 }
 
 // takes tells whether the operator has a tensor of a name.

@@ -615,6 +615,516 @@ static inline int64_t gdn_kda_recurrent_bwd_TAPE(int64_t B, int64_t T, int64_t H
 	return HV*(B*T/64)*K*V;
 }
 
+// First stage of gdn_fwd: all that a chunk needs of itself.
+typedef struct gdn_prepare_args {
+	uint32_t size;     // sizeof(gdn_prepare_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV] float. Log decay; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] float. Write strength, or its logit where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV] float32, or float64 if q is. Sums of the log decays within each chunk
+	DLTensor *g_cumsum;
+	// Out: [B T HV C] as k. (1 + L)^-1 of each chunk by rows, zero above the diagonal
+	DLTensor *A;
+	// Out: [B T HV K] as k. A (beta k exp(b))
+	DLTensor *w;
+	// Out: [B T HV V] as v. A (beta v)
+	DLTensor *u;
+	// Out: [B T H K] as q. Q, normalised where qk_l2norm is 1
+	DLTensor *q_norm;
+	// Out: [B T H K] as k. K likewise
+	DLTensor *k_norm;
+	// Out: [B T H] float32, or float64 if q is. 1/sqrt(sum of squares + 1e-6) of q, or 1
+	DLTensor *q_rstd;
+	// Out: [B T H] float32, or float64 if q is. That of k
+	DLTensor *k_rstd;
+	// Out: [B T HV] float32, or float64 if q is. Beta, the sigmoid applied where beta_sigmoid is 1
+	DLTensor *beta_eff;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+	// 0 or 1: sums of gates are logarithms to base 2
+	int64_t exp2;
+} gdn_prepare_args;
+
+int32_t gdn_prepare(const gdn_prepare_args *args);
+
+// The size C of gdn_prepare.
+static inline int64_t gdn_prepare_C(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return 64;
+}
+
+// Second stage of both families: the state before each chunk, and what each token writes.
+typedef struct gdn_state_pass_args {
+	uint32_t size;     // sizeof(gdn_state_pass_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Keys, or kg with gk
+	const DLTensor *k;
+	// In: [B T HV K] float, float64 exactly if k is. As prepared
+	const DLTensor *w;
+	// In: [B T HV V] float, float64 exactly if k is. As prepared
+	const DLTensor *u;
+	// In, optional: [B T HV] float. Its sums within each chunk; NULL: no decay
+	const DLTensor *g_cumsum;
+	// In, optional: [B T HV K] float. Sums of the log decays by channels; then H is HV, and q and k are qg and kg
+	const DLTensor *gk;
+	// In, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float. State before the first token of each
+	// sequence; NULL: 0
+	const DLTensor *initial_state;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B NT HV K V] ([B NT HV V K] where state_v_first is 1) float. State before each chunk; the chunks of
+	// packed sequences lie one behind the other, and what is left of NT is zero
+	DLTensor *h;
+	// Out: [B T HV V] as u. U - w S
+	DLTensor *v_new;
+	// Out, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float32, or float64 if k is. State after the
+	// last token of each sequence
+	DLTensor *final_state;
+	// 0 or 1: sums of gates are logarithms to base 2
+	int64_t exp2;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_state_pass_args;
+
+int32_t gdn_state_pass(const gdn_state_pass_args *args);
+
+// The size NT of gdn_state_pass.
+static inline int64_t gdn_state_pass_NT(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return (T + 63*(N/(B + 1/(B+1))))/64;
+}
+
+// Last stage of gdn_fwd.
+typedef struct gdn_output_args {
+	uint32_t size;     // sizeof(gdn_output_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. As the state pass made it
+	const DLTensor *v_new;
+	// In, optional: [B T HV] float. Its sums within each chunk; NULL: no decay
+	const DLTensor *g_cumsum;
+	// In: [B P HV K V] ([B P HV V K] where state_v_first is 1) float. State before each chunk. P is at least the
+	// number of chunks: of a row of the batch, or of all packed sequences, one behind the other
+	const DLTensor *h;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV V] as v_new. Output
+	DLTensor *o;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: sums of gates are logarithms to base 2
+	int64_t exp2;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_output_args;
+
+int32_t gdn_output(const gdn_output_args *args);
+
+// First stage of gdn_bwd: w and u again, and the part of v_new's gradient that comes from the chunk's own
+// outputs.
+typedef struct gdn_bwd_prepare_args {
+	uint32_t size;     // sizeof(gdn_bwd_prepare_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV] float. Its sums within each chunk; NULL: no decay
+	const DLTensor *g_cumsum;
+	// In: [B T HV] float. Write strength, the sigmoid applied
+	const DLTensor *beta;
+	// In: [B T HV C] float, float64 exactly if q is. (1 + L)^-1 of each chunk by rows; what is above the diagonal is
+	// not read
+	const DLTensor *A;
+	// In: [B T HV V] float. Gradient of o
+	const DLTensor *dout;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV K] as k. A (beta k exp(b))
+	DLTensor *w;
+	// Out: [B T HV V] as v. A (beta v)
+	DLTensor *u;
+	// Out: [B T HV V] as v. Aqk^T dout
+	DLTensor *dv_local;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: sums of gates are logarithms to base 2
+	int64_t exp2;
+} gdn_bwd_prepare_args;
+
+int32_t gdn_bwd_prepare(const gdn_bwd_prepare_args *args);
+
+// The size C of gdn_bwd_prepare.
+static inline int64_t gdn_bwd_prepare_C(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return 64;
+}
+
+// Second stage of both families' backward: the gradient of the state behind each chunk, and that of v_new.
+typedef struct gdn_state_grad_args {
+	uint32_t size;     // sizeof(gdn_state_grad_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries, or qg with gk
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys, or kg with gk
+	const DLTensor *k;
+	// In: [B T HV K] float, float64 exactly if q is. As prepared
+	const DLTensor *w;
+	// In: [B T HV V] float. Gradient of o
+	const DLTensor *dout;
+	// In: [B T HV V] float, float64 exactly if q is. The part of v_new's gradient that is known
+	const DLTensor *dv_local;
+	// In, optional: [B T HV] float. Its sums within each chunk; NULL: no decay
+	const DLTensor *g_cumsum;
+	// In, optional: [B T HV K] float. Sums of the log decays by channels; then H is HV, and q and k are qg and kg
+	const DLTensor *gk;
+	// In, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float. Asks for dh0; what it holds does not
+	// matter
+	const DLTensor *initial_state;
+	// In, optional: [N HV K V] ([N HV V K] where state_v_first is 1) float. Gradient of the final state; NULL: 0
+	const DLTensor *dht;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B NT HV K V] ([B NT HV V K] where state_v_first is 1) float. Gradient of the state behind each chunk,
+	// laid out as h
+	DLTensor *dh;
+	// Out: [B T HV V] as dv_local. Gradient of v_new
+	DLTensor *dv_scan;
+	// Out, optional, only with initial_state: [N HV K V] ([N HV V K] where state_v_first is 1) float32, or float64
+	// if q is. Gradient of initial_state
+	DLTensor *dh0;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: sums of gates are logarithms to base 2
+	int64_t exp2;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_state_grad_args;
+
+int32_t gdn_state_grad(const gdn_state_grad_args *args);
+
+// The size NT of gdn_state_grad.
+static inline int64_t gdn_state_grad_NT(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return (T + 63*(N/(B + 1/(B+1))))/64;
+}
+
+// Last stage of gdn_bwd.
+typedef struct gdn_finish_args {
+	uint32_t size;     // sizeof(gdn_finish_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries, normalised
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys, normalised
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In: [B T HV V] float, float64 exactly if q is. As the state pass made it
+	const DLTensor *v_new;
+	// In: [B T HV V] float. Gradient of o
+	const DLTensor *dout;
+	// In: [B T HV V] float, float64 exactly if q is. Gradient of v_new
+	const DLTensor *dv_scan;
+	// In, optional: [B T HV] float. Its sums within each chunk; NULL: no decay
+	const DLTensor *g_cumsum;
+	// In: [B T HV] float. Write strength, the sigmoid applied
+	const DLTensor *beta;
+	// In: [B P HV K V] ([B P HV V K] where state_v_first is 1) float. State before each chunk. P is at least the
+	// number of chunks: of a row of the batch, or of all packed sequences, one behind the other
+	const DLTensor *h;
+	// In: [B P HV K V] ([B P HV V K] where state_v_first is 1) float. Gradient of the state behind each chunk, as h
+	const DLTensor *dh;
+	// In: [B T HV C] float, float64 exactly if q is. (1 + L)^-1 of each chunk by rows; what is above the diagonal is
+	// not read
+	const DLTensor *A;
+	// In, optional: [B T H] float. Factors by which q was normalised: dq is that of q before; NULL: q was not
+	// normalised
+	const DLTensor *q_rstd;
+	// In, optional: [B T H] float. Those of k
+	const DLTensor *k_rstd;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T H K] as q. Gradient of q before its norm, summed over the value heads of each key head
+	DLTensor *dq;
+	// Out: [B T H K] as k. Gradient of k likewise
+	DLTensor *dk;
+	// Out: [B T HV V] as v. Gradient of v
+	DLTensor *dv;
+	// Out: [B T HV] as beta. Gradient of beta (of its logit where beta_sigmoid is 1)
+	DLTensor *dbeta;
+	// Out, optional, only with g_cumsum: [B T HV] float32, or float64 if q is. Gradient of the log decay
+	DLTensor *dg;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+	// 0 or 1: sums of gates are logarithms to base 2
+	int64_t exp2;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_finish_args;
+
+int32_t gdn_finish(const gdn_finish_args *args);
+
+// The size C of gdn_finish.
+static inline int64_t gdn_finish_C(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N, int64_t P) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)P; // not every size needs all
+	return 64;
+}
+
+// First stage of gdn_kda_fwd: all that a chunk needs of itself.
+typedef struct gdn_kda_prepare_args {
+	uint32_t size;     // sizeof(gdn_kda_prepare_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In, optional: [B T HV K] float. Log decay per key channel (natural logarithm, <= 0, -inf resets the channel),
+	// or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In, optional: [B T HV] float. Write strength, or its logit where beta_sigmoid is 1; NULL: ones
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV K] float32, or float64 if q is. Sums of the log decays within each chunk
+	DLTensor *gk;
+	// Out: [B T HV C] as q. By rows, zero above the diagonal
+	DLTensor *Aqk;
+	// Out: [B T HV C] as k. (1 + L)^-1 likewise
+	DLTensor *Akk;
+	// Out: [B T HV K] as k. Akk (beta k exp(b))
+	DLTensor *w;
+	// Out: [B T HV V] as v. Akk (beta v)
+	DLTensor *u;
+	// Out: [B T HV K] as q. Q exp(b)
+	DLTensor *qg;
+	// Out: [B T HV K] as k. K exp(b_last - b)
+	DLTensor *kg;
+	// Out: [B T HV K] as q. Scale qg
+	DLTensor *qg_scaled;
+	// Out: [B T H K] as q. Q, normalised where qk_l2norm is 1
+	DLTensor *q_norm;
+	// Out: [B T H K] as k. K likewise
+	DLTensor *k_norm;
+	// Out: [B T H] float32, or float64 if q is. 1/sqrt(sum of squares + 1e-6) of q, or 1
+	DLTensor *q_rstd;
+	// Out: [B T H] float32, or float64 if q is. That of k
+	DLTensor *k_rstd;
+	// Out: [B T HV] float32, or float64 if q is. Beta, the sigmoid applied where beta_sigmoid is 1
+	DLTensor *beta_eff;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: q and k are divided by sqrt(sum of squares + 1e-6) along K first
+	int64_t qk_l2norm;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+	// 0 or 1: sums of gates are logarithms to base 2
+	int64_t exp2;
+} gdn_kda_prepare_args;
+
+int32_t gdn_kda_prepare(const gdn_kda_prepare_args *args);
+
+// The size C of gdn_kda_prepare.
+static inline int64_t gdn_kda_prepare_C(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N; // not every size needs all
+	return 64;
+}
+
+// Last stage of gdn_kda_fwd.
+typedef struct gdn_kda_output_args {
+	uint32_t size;     // sizeof(gdn_kda_output_args)
+	uint32_t reserved; // 0
+	// In: [B T HV K] float. As prepared
+	const DLTensor *qg_scaled;
+	// In: [B T HV C] float, float64 exactly if qg_scaled is. As prepared; what is above the diagonal is not read
+	const DLTensor *Aqk;
+	// In: [B T HV V] float, float64 exactly if qg_scaled is. As the state pass made it
+	const DLTensor *v_new;
+	// In: [B P HV K V] ([B P HV V K] where state_v_first is 1) float. State before each chunk. P is at least the
+	// number of chunks: of a row of the batch, or of all packed sequences, one behind the other
+	const DLTensor *h;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV V] as v_new. Output
+	DLTensor *o;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_kda_output_args;
+
+int32_t gdn_kda_output(const gdn_kda_output_args *args);
+
+// The size C of gdn_kda_output.
+static inline int64_t gdn_kda_output_C(int64_t B, int64_t T, int64_t HV, int64_t K, int64_t V, int64_t N, int64_t P) {
+	(void)B, (void)T, (void)HV, (void)K, (void)V, (void)N, (void)P; // not every size needs all
+	return 64;
+}
+
+// First stage of gdn_kda_bwd: the gradients that come from the chunk's own outputs.
+typedef struct gdn_kda_bwd_prepare_args {
+	uint32_t size;     // sizeof(gdn_kda_bwd_prepare_args)
+	uint32_t reserved; // 0
+	// In: [B T HV C] float. As prepared
+	const DLTensor *Aqk;
+	// In: [B T HV V] float, float64 exactly if Aqk is. As the state pass made it
+	const DLTensor *v_new;
+	// In: [B T HV V] float. Gradient of o
+	const DLTensor *dout;
+	// In: [B P HV K V] ([B P HV V K] where state_v_first is 1) float. State before each chunk. P is at least the
+	// number of chunks: of a row of the batch, or of all packed sequences, one behind the other
+	const DLTensor *h;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T HV C] float32, or float64 if Aqk is. Scale dout v_new^T on and below the diagonal: the gradient of
+	// Aqk/scale
+	DLTensor *dAqk;
+	// Out: [B T HV V] as v_new. Aqk^T dout
+	DLTensor *dv_local;
+	// Out: [B T HV K] float32, or float64 if Aqk is. Dout h^T
+	DLTensor *dq_raw;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_kda_bwd_prepare_args;
+
+int32_t gdn_kda_bwd_prepare(const gdn_kda_bwd_prepare_args *args);
+
+// The size C of gdn_kda_bwd_prepare.
+static inline int64_t gdn_kda_bwd_prepare_C(int64_t B, int64_t T, int64_t HV, int64_t K, int64_t V, int64_t N, int64_t P) {
+	(void)B, (void)T, (void)HV, (void)K, (void)V, (void)N, (void)P; // not every size needs all
+	return 64;
+}
+
+// Last stage of gdn_kda_bwd.
+typedef struct gdn_kda_finish_args {
+	uint32_t size;     // sizeof(gdn_kda_finish_args)
+	uint32_t reserved; // 0
+	// In: [B T H K] float. Queries, normalised
+	const DLTensor *q;
+	// In: [B T H K] float, float64 exactly if q is. Keys, normalised
+	const DLTensor *k;
+	// In: [B T HV V] float, float64 exactly if q is. Values; HV is a multiple of H, value head h uses key head
+	// h/(HV/H)
+	const DLTensor *v;
+	// In: [B T HV K] float. Sums of the log decays; this library takes the decays from g, which loses nothing
+	const DLTensor *gk;
+	// In, optional: [B T HV K] float. Log decay per key channel (natural logarithm, <= 0, -inf resets the channel),
+	// or the raw gate where gate is 1; NULL: no decay
+	const DLTensor *g;
+	// In: [B T HV] float. Write strength, the sigmoid applied
+	const DLTensor *beta;
+	// In, optional: [HV] float. Gate 1: log of the gate's amplitude; with lower_bound NULL stands for zeros
+	const DLTensor *A_log;
+	// In, optional: [HV K] float. Gate 1: bias of the raw gate; NULL: 0
+	const DLTensor *dt_bias;
+	// In: [B T HV C] float, float64 exactly if q is. As prepared
+	const DLTensor *Akk;
+	// In: [B T HV V] float, float64 exactly if q is. As the state pass made it
+	const DLTensor *v_new;
+	// In: [B P HV K V] ([B P HV V K] where state_v_first is 1) float. State before each chunk. P is at least the
+	// number of chunks: of a row of the batch, or of all packed sequences, one behind the other
+	const DLTensor *h;
+	// In: [B P HV K V] ([B P HV V K] where state_v_first is 1) float. Gradient of the state behind each chunk, as h
+	const DLTensor *dh;
+	// In: [B T HV V] float, float64 exactly if q is. Gradient of v_new
+	const DLTensor *dv_scan;
+	// In: [B T HV C] float. As its stage made it; what is above the diagonal is not read
+	const DLTensor *dAqk;
+	// In: [B T HV K] float. Dout h^T
+	const DLTensor *dq_raw;
+	// In, optional: [B T H] float. Factors by which q was normalised: dq is that of q before; NULL: q was not
+	// normalised
+	const DLTensor *q_rstd;
+	// In, optional: [B T H] float. Those of k
+	const DLTensor *k_rstd;
+	// In, optional: [N+1] int32 or int64, in host memory. Offsets of N packed sequences, from 0, not decreasing, at
+	// most T; B must be 1. Rows from the last offset on are zero in every output. NULL: B sequences of T tokens
+	const DLTensor *cu_seqlens;
+	// Out: [B T H K] as q. Gradient of q before its norm, summed over the value heads of each key head
+	DLTensor *dq;
+	// Out: [B T H K] as k. Gradient of k likewise
+	DLTensor *dk;
+	// Out: [B T HV V] as v. Gradient of v
+	DLTensor *dv;
+	// Out: [B T HV] as beta. Gradient of beta (of its logit where beta_sigmoid is 1)
+	DLTensor *dbeta;
+	// Out, optional, only with g: [B T HV K] as g. Gradient of g (of the raw gate where gate is 1)
+	DLTensor *dg;
+	// Out, optional, only with A_log: [HV] float32, or float64 if q is. Gradient of A_log
+	DLTensor *dA_log;
+	// Out, optional, only with dt_bias: [HV K] float32, or float64 if q is. Gradient of dt_bias
+	DLTensor *ddt_bias;
+	// factor of q; 0 stands for K^-1/2
+	double scale;
+	// 0 or 1: g = -exp(A_log) softplus(g + dt_bias), or as lower_bound says
+	int64_t gate;
+	// gate 1: below 0, g = lower_bound sigmoid(exp(A_log) (g + dt_bias)); 0 stands for none
+	double lower_bound;
+	// 0 or 1: beta = sigmoid(beta)
+	int64_t beta_sigmoid;
+	// 0 or 1: beta = 2 sigmoid(beta); needs beta_sigmoid
+	int64_t neg_eigval;
+	// 0 or 1: sums of gates are logarithms to base 2
+	int64_t exp2;
+	// 0 or 1: states and their gradients are [N HV V K]
+	int64_t state_v_first;
+} gdn_kda_finish_args;
+
+int32_t gdn_kda_finish(const gdn_kda_finish_args *args);
+
+// The size C of gdn_kda_finish.
+static inline int64_t gdn_kda_finish_C(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N, int64_t P) {
+	(void)B, (void)T, (void)H, (void)HV, (void)K, (void)V, (void)N, (void)P; // not every size needs all
+	return 64;
+}
+
 // What the tokens of each sequence do to the state of Gated DeltaNet, S_out = M S_in + S; the inputs are those
 // of gdn_fwd.
 typedef struct gdn_summary_fwd_args {

@@ -44,7 +44,7 @@ type draw func(r *rand.Rand, i int) float64
 
 // plainCases lists the cases of all families.
 func plainCases(short bool) []*solo {
-	return slices.Concat(gateCases(short), convCases(short), summaryCases(short), frameCases(short), pagedCases(short))
+	return slices.Concat(gateCases(short), convCases(short), stageCases(short), summaryCases(short), frameCases(short), pagedCases(short))
 }
 
 // everywhere turns one case into its variants: all dtypes, all layouts, guard pages. short keeps a few.

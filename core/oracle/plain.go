@@ -12,7 +12,7 @@ type Plain struct {
 }
 
 // references are the operators by their names, those of each family in its own file.
-var references = merged(gateReferences, convReferences, summaries, frameReferences, pagedReferences)
+var references = merged(gateReferences, convReferences, stages, summaries, frameReferences, pagedReferences)
 
 func merged(families ...map[string]func(p *Plain) Tensors) map[string]func(p *Plain) Tensors {
 	all := map[string]func(p *Plain) Tensors{}

@@ -100,7 +100,7 @@ static int run_bwd(scan *s, int tokens) {
 	s->stream = tensor_bytes(&s->dq) + tensor_bytes(&s->dk) + tensor_bytes(&s->dv) + tensor_bytes(&s->dout) >= STREAM_BYTES;
 	will_write(&s->dq), will_write(&s->dk), will_write(&s->dv), will_write(&s->dh0);
 	const int nsums = 1 + s->biases;
-	if (s->gate && !(s->sums = calloc(s->N * s->HV * nsums + 1, sizeof *s->sums))) return 1;
+	if (s->gate && !(s->sums = calloc((s->N + 1) * s->HV * nsums + 1, sizeof *s->sums))) return 1;
 	scratch w;
 	const int failed = s->T == 0 && !s->dh0.dtype ? 0 : s->q.dtype == GDNK_F64 ? token_run_f64(s, 1) : tokens ? token_run_f32(s, 1) : gdnk_parallel(s->N * s->groups, bwd_scratch(s, &w, NULL), bwd_unit, s);
 	if (!failed) {

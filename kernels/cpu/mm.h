@@ -1,10 +1,6 @@
 // Small products in REAL (float or double) for operators that are not the composites: C (+-)= A B with B by rows. Included once for each
 // REAL, behind token.h.
 
-#define MLD(p) (*(const FN(vru) *)(p))
-#define MST(p, x) (*(FN(vru) *)(p) = (x))
-#define MVR ((int)(sizeof(vf) / sizeof(REAL)))
-
 // A tile of m rows and nv vectors over k steps; m and nv are constants. A is broadcast, so that any pair of strides is free.
 INL void FN(mm_tile)(int m, int nv, ptrdiff_t k, const REAL *A, ptrdiff_t sm, ptrdiff_t sk, const REAL *B, ptrdiff_t ldb, REAL *Y, ptrdiff_t ldy, int mode) {
 	FN(vr) a[RB][NR];

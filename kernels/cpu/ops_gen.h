@@ -5,19 +5,22 @@
 // All operators
 #define GDNK_OPS(X) \
 	X(fwd) X(bwd) X(recurrent_fwd) X(recurrent_bwd) X(kda_fwd) X(kda_bwd) X(kda_recurrent_fwd) \
-	X(kda_recurrent_bwd) X(summary_fwd) X(summary_grad) X(summary_bwd) X(kda_summary_fwd) X(kda_summary_grad) \
-	X(kda_summary_bwd) X(summary_merge) X(summary_merge_bwd) X(summary_compose) X(summary_compose_bwd) X(gate_fwd) \
-	X(gate_bwd) X(norm_fwd) X(norm_bwd) X(conv_fwd) X(conv_bwd) X(decode) X(frame_fwd) X(frame_bwd) \
-	X(frame_pullback) X(frame_summary_fwd) X(frame_summary_bwd) X(frame_merge_fwd) X(frame_merge_bwd) \
-	X(frame_build_fwd) X(frame_build_bwd) X(frame_project_fwd) X(frame_project_bwd)
+	X(kda_recurrent_bwd) X(prepare) X(state_pass) X(output) X(bwd_prepare) X(state_grad) X(finish) X(kda_prepare) \
+	X(kda_output) X(kda_bwd_prepare) X(kda_finish) X(summary_fwd) X(summary_grad) X(summary_bwd) \
+	X(kda_summary_fwd) X(kda_summary_grad) X(kda_summary_bwd) X(summary_merge) X(summary_merge_bwd) \
+	X(summary_compose) X(summary_compose_bwd) X(gate_fwd) X(gate_bwd) X(norm_fwd) X(norm_bwd) X(conv_fwd) \
+	X(conv_bwd) X(decode) X(frame_fwd) X(frame_bwd) X(frame_pullback) X(frame_summary_fwd) X(frame_summary_bwd) \
+	X(frame_merge_fwd) X(frame_merge_bwd) X(frame_build_fwd) X(frame_build_bwd) X(frame_project_fwd) \
+	X(frame_project_bwd)
 
 enum { OP_fwd, OP_bwd, OP_recurrent_fwd, OP_recurrent_bwd, OP_kda_fwd, OP_kda_bwd, OP_kda_recurrent_fwd,
-       OP_kda_recurrent_bwd, OP_summary_fwd, OP_summary_grad, OP_summary_bwd, OP_kda_summary_fwd,
-       OP_kda_summary_grad, OP_kda_summary_bwd, OP_summary_merge, OP_summary_merge_bwd, OP_summary_compose,
-       OP_summary_compose_bwd, OP_gate_fwd, OP_gate_bwd, OP_norm_fwd, OP_norm_bwd, OP_conv_fwd, OP_conv_bwd,
-       OP_decode, OP_frame_fwd, OP_frame_bwd, OP_frame_pullback, OP_frame_summary_fwd, OP_frame_summary_bwd,
-       OP_frame_merge_fwd, OP_frame_merge_bwd, OP_frame_build_fwd, OP_frame_build_bwd, OP_frame_project_fwd,
-       OP_frame_project_bwd, OP_count };
+       OP_kda_recurrent_bwd, OP_prepare, OP_state_pass, OP_output, OP_bwd_prepare, OP_state_grad, OP_finish,
+       OP_kda_prepare, OP_kda_output, OP_kda_bwd_prepare, OP_kda_finish, OP_summary_fwd, OP_summary_grad,
+       OP_summary_bwd, OP_kda_summary_fwd, OP_kda_summary_grad, OP_kda_summary_bwd, OP_summary_merge,
+       OP_summary_merge_bwd, OP_summary_compose, OP_summary_compose_bwd, OP_gate_fwd, OP_gate_bwd, OP_norm_fwd,
+       OP_norm_bwd, OP_conv_fwd, OP_conv_bwd, OP_decode, OP_frame_fwd, OP_frame_bwd, OP_frame_pullback,
+       OP_frame_summary_fwd, OP_frame_summary_bwd, OP_frame_merge_fwd, OP_frame_merge_bwd, OP_frame_build_fwd,
+       OP_frame_build_bwd, OP_frame_project_fwd, OP_frame_project_bwd, OP_count };
 enum { SZ_B, SZ_T, SZ_H, SZ_HV, SZ_K, SZ_V, SZ_N, SZ_D, SZ_W, SZ_P, SZ_R, SZ_count };
 
 // gdn_fwd: tensors, numbers, derived sizes (indices into size[]).
@@ -93,6 +96,80 @@ enum { N_kda_recurrent_bwd_scale, N_kda_recurrent_bwd_qk_l2norm, N_kda_recurrent
        N_kda_recurrent_bwd_lower_bound, N_kda_recurrent_bwd_beta_sigmoid, N_kda_recurrent_bwd_neg_eigval,
        N_kda_recurrent_bwd_state_v_first, N_kda_recurrent_bwd_count };
 enum { D_kda_recurrent_bwd_TAPE = SZ_count };
+
+// gdn_prepare: tensors, numbers, derived sizes (indices into size[]).
+enum { T_prepare_q, T_prepare_k, T_prepare_v, T_prepare_g, T_prepare_beta, T_prepare_cu_seqlens, T_prepare_g_cumsum,
+       T_prepare_A, T_prepare_w, T_prepare_u, T_prepare_q_norm, T_prepare_k_norm, T_prepare_q_rstd, T_prepare_k_rstd,
+       T_prepare_beta_eff, T_prepare_count };
+enum { N_prepare_qk_l2norm, N_prepare_beta_sigmoid, N_prepare_neg_eigval, N_prepare_exp2, N_prepare_count };
+enum { D_prepare_C = SZ_count };
+
+// gdn_state_pass: tensors, numbers, derived sizes (indices into size[]).
+enum { T_state_pass_k, T_state_pass_w, T_state_pass_u, T_state_pass_g_cumsum, T_state_pass_gk,
+       T_state_pass_initial_state, T_state_pass_cu_seqlens, T_state_pass_h, T_state_pass_v_new,
+       T_state_pass_final_state, T_state_pass_count };
+enum { N_state_pass_exp2, N_state_pass_state_v_first, N_state_pass_count };
+enum { D_state_pass_NT = SZ_count };
+
+// gdn_output: tensors, numbers.
+enum { T_output_q, T_output_k, T_output_v_new, T_output_g_cumsum, T_output_h, T_output_cu_seqlens, T_output_o,
+       T_output_count };
+enum { N_output_scale, N_output_exp2, N_output_state_v_first, N_output_count };
+
+// gdn_bwd_prepare: tensors, numbers, derived sizes (indices into size[]).
+enum { T_bwd_prepare_q, T_bwd_prepare_k, T_bwd_prepare_v, T_bwd_prepare_g_cumsum, T_bwd_prepare_beta,
+       T_bwd_prepare_A, T_bwd_prepare_dout, T_bwd_prepare_cu_seqlens, T_bwd_prepare_w, T_bwd_prepare_u,
+       T_bwd_prepare_dv_local, T_bwd_prepare_count };
+enum { N_bwd_prepare_scale, N_bwd_prepare_exp2, N_bwd_prepare_count };
+enum { D_bwd_prepare_C = SZ_count };
+
+// gdn_state_grad: tensors, numbers, derived sizes (indices into size[]).
+enum { T_state_grad_q, T_state_grad_k, T_state_grad_w, T_state_grad_dout, T_state_grad_dv_local,
+       T_state_grad_g_cumsum, T_state_grad_gk, T_state_grad_initial_state, T_state_grad_dht, T_state_grad_cu_seqlens,
+       T_state_grad_dh, T_state_grad_dv_scan, T_state_grad_dh0, T_state_grad_count };
+enum { N_state_grad_scale, N_state_grad_exp2, N_state_grad_state_v_first, N_state_grad_count };
+enum { D_state_grad_NT = SZ_count };
+
+// gdn_finish: tensors, numbers, derived sizes (indices into size[]).
+enum { T_finish_q, T_finish_k, T_finish_v, T_finish_v_new, T_finish_dout, T_finish_dv_scan, T_finish_g_cumsum,
+       T_finish_beta, T_finish_h, T_finish_dh, T_finish_A, T_finish_q_rstd, T_finish_k_rstd, T_finish_cu_seqlens,
+       T_finish_dq, T_finish_dk, T_finish_dv, T_finish_dbeta, T_finish_dg, T_finish_count };
+enum { N_finish_scale, N_finish_beta_sigmoid, N_finish_neg_eigval, N_finish_exp2, N_finish_state_v_first,
+       N_finish_count };
+enum { D_finish_C = SZ_count };
+
+// gdn_kda_prepare: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_prepare_q, T_kda_prepare_k, T_kda_prepare_v, T_kda_prepare_g, T_kda_prepare_beta, T_kda_prepare_A_log,
+       T_kda_prepare_dt_bias, T_kda_prepare_cu_seqlens, T_kda_prepare_gk, T_kda_prepare_Aqk, T_kda_prepare_Akk,
+       T_kda_prepare_w, T_kda_prepare_u, T_kda_prepare_qg, T_kda_prepare_kg, T_kda_prepare_qg_scaled,
+       T_kda_prepare_q_norm, T_kda_prepare_k_norm, T_kda_prepare_q_rstd, T_kda_prepare_k_rstd,
+       T_kda_prepare_beta_eff, T_kda_prepare_count };
+enum { N_kda_prepare_scale, N_kda_prepare_qk_l2norm, N_kda_prepare_gate, N_kda_prepare_lower_bound,
+       N_kda_prepare_beta_sigmoid, N_kda_prepare_neg_eigval, N_kda_prepare_exp2, N_kda_prepare_count };
+enum { D_kda_prepare_C = SZ_count };
+
+// gdn_kda_output: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_output_qg_scaled, T_kda_output_Aqk, T_kda_output_v_new, T_kda_output_h, T_kda_output_cu_seqlens,
+       T_kda_output_o, T_kda_output_count };
+enum { N_kda_output_state_v_first, N_kda_output_count };
+enum { D_kda_output_C = SZ_count };
+
+// gdn_kda_bwd_prepare: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_bwd_prepare_Aqk, T_kda_bwd_prepare_v_new, T_kda_bwd_prepare_dout, T_kda_bwd_prepare_h,
+       T_kda_bwd_prepare_cu_seqlens, T_kda_bwd_prepare_dAqk, T_kda_bwd_prepare_dv_local, T_kda_bwd_prepare_dq_raw,
+       T_kda_bwd_prepare_count };
+enum { N_kda_bwd_prepare_scale, N_kda_bwd_prepare_state_v_first, N_kda_bwd_prepare_count };
+enum { D_kda_bwd_prepare_C = SZ_count };
+
+// gdn_kda_finish: tensors, numbers, derived sizes (indices into size[]).
+enum { T_kda_finish_q, T_kda_finish_k, T_kda_finish_v, T_kda_finish_gk, T_kda_finish_g, T_kda_finish_beta,
+       T_kda_finish_A_log, T_kda_finish_dt_bias, T_kda_finish_Akk, T_kda_finish_v_new, T_kda_finish_h,
+       T_kda_finish_dh, T_kda_finish_dv_scan, T_kda_finish_dAqk, T_kda_finish_dq_raw, T_kda_finish_q_rstd,
+       T_kda_finish_k_rstd, T_kda_finish_cu_seqlens, T_kda_finish_dq, T_kda_finish_dk, T_kda_finish_dv,
+       T_kda_finish_dbeta, T_kda_finish_dg, T_kda_finish_dA_log, T_kda_finish_ddt_bias, T_kda_finish_count };
+enum { N_kda_finish_scale, N_kda_finish_gate, N_kda_finish_lower_bound, N_kda_finish_beta_sigmoid,
+       N_kda_finish_neg_eigval, N_kda_finish_exp2, N_kda_finish_state_v_first, N_kda_finish_count };
+enum { D_kda_finish_C = SZ_count };
 
 // gdn_summary_fwd: tensors, numbers, derived sizes (indices into size[]).
 enum { T_summary_fwd_k, T_summary_fwd_v, T_summary_fwd_g, T_summary_fwd_beta, T_summary_fwd_A_log,

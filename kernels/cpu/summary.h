@@ -13,23 +13,24 @@ typedef struct {
 	int reverse, transpose, compose;
 } maps;
 #define REAL float
+#define LANES vf
 #define FN(name) name##_f32
-#include "mm.h"
 #include "maps.h"
 #undef REAL
+#undef LANES
 #undef FN
-#undef MLD
-#undef MST
-#undef MVR
 #define REAL double
+#define LANES double
 #define FN(name) name##_f64
-#include "mm.h"
 #include "maps.h"
 #undef REAL
+#undef LANES
 #undef FN
 #undef MLD
 #undef MST
 #undef MVR
+#undef EACH
+#undef LANE_OF
 
 static int double_precision(const gdnk_tensor *first) { return first->dtype == GDNK_F64; }
 // A tensor whose rows are one row of n numbers, or with row > 0 whose matrices are one matrix

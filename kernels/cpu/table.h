@@ -10,6 +10,7 @@
 #include "gdn.h"
 #include "gate.h"
 #include "conv.h"
+#include "stage.h"
 #include "summary.h"
 #include "frame.h"
 #include "paged.h"

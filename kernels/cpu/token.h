@@ -47,16 +47,9 @@ static REAL FN(unit_row)(REAL *x, int n) {
 	for (int i = 0; i < n; i++) x[i] *= r;
 	return r;
 }
-// All of token t of value head hv: rows, decays as factors, effective beta
-static void FN(load)(const scan *s, FN(token) *w, const sequence *q, int64_t t, int64_t hv) {
-	const int K = s->K, V = s->V, VP = s->VP;
-	const int64_t h = hv / s->G, tok = q->t0 + t;
-	FN(row_in)(w->k, token_view(&s->k, q->b, tok, h), K, K);
-	FN(row_in)(w->q, token_view(&s->q, q->b, tok, h), K, K);
-	FN(row_in)(w->v, token_view(&s->v, q->b, tok, hv), V, VP);
-	w->rk = w->rq = 1;
-	if (s->l2norm) w->rk = FN(unit_row)(w->k, K), w->rq = FN(unit_row)(w->q, K);
-	const int n = s->biases; // numbers in g: one for all channels, or one each
+// The log decays of a token into ak: one for all channels, or one each
+static void FN(log_decays)(const scan *s, FN(token) *w, const sequence *q, int64_t tok, int64_t hv) {
+	const int n = s->biases;
 	if (s->g.dtype) {
 		FN(row_in)(w->ak, token_view(&s->g, q->b, tok, hv), n, n);
 		if (s->gate) {
@@ -70,6 +63,18 @@ static void FN(load)(const scan *s, FN(token) *w, const sequence *q, int64_t t, 
 			EACH(n) LANE_OF(w->ak) = FN(gate)(LANE_OF(w->raw), w->amp, s->lower);
 		}
 	} else memset(w->ak, 0, sizeof(REAL) * n);
+}
+// All of token t of value head hv: rows, decays as factors, effective beta
+static void FN(load)(const scan *s, FN(token) *w, const sequence *q, int64_t t, int64_t hv) {
+	const int K = s->K, V = s->V, VP = s->VP;
+	const int64_t h = hv / s->G, tok = q->t0 + t;
+	FN(row_in)(w->k, token_view(&s->k, q->b, tok, h), K, K);
+	FN(row_in)(w->q, token_view(&s->q, q->b, tok, h), K, K);
+	FN(row_in)(w->v, token_view(&s->v, q->b, tok, hv), V, VP);
+	w->rk = w->rq = 1;
+	if (s->l2norm) w->rk = FN(unit_row)(w->k, K), w->rq = FN(unit_row)(w->q, K);
+	const int n = s->biases;
+	FN(log_decays)(s, w, q, tok, hv);
 	EACH(n) LANE_OF(w->ak) = FN(exp)(LANE_OF(w->ak));
 	for (int d = n; d < K; d++) w->ak[d] = w->ak[0];
 	if (s->gk.dtype) {

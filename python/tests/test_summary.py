@@ -20,6 +20,7 @@ def inputs(B, T, H, HV, K, V, dtype=torch.float64, raw=False, g_scale=0.3):
 
 
 def close(got, want, ratio):
+    got, want = got.detach(), want.detach()
     assert torch.isfinite(got).all()
     assert got.shape == want.shape
     error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)

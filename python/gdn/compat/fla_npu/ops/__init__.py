@@ -1,0 +1,1 @@
+"""The operators of ``fla_npu``; ``ascendc`` has them."""
