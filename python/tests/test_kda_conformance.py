@@ -128,7 +128,7 @@ VARLEN = [(4, 60, .1, [0, 15], True, False, False, 64), (4, 64, .9, [0, 256, 500
 def test_varlen(H, D, mask_p, cu, gate, safe, norecomp, C):
     tensors = varlen_data(H, D, mask_p, cu, gate, mild=safe)
     options = dict(cu_seqlens=torch.tensor(cu), disable_recompute=norecomp, chunk_size=C, output_final_state=True, **switches(gate, safe))
-    check(chunk, tensors, options, *upstream(tensors, len(cu) - 1), **some(H, 1, cu[-1]))
+    check(chunk, tensors, options, *upstream(tensors, len(cu) - 1), **some(H, 1, cu[-1], all_batches=True))
 
 
 @pytest.mark.parametrize("H,D,mask_p,cu,gate,safe,norecomp,C", rows([case for case in VARLEN if case[-1] == 64 and len(case[3]) > 2] + [
@@ -136,7 +136,7 @@ def test_varlen(H, D, mask_p, cu, gate, safe, norecomp, C):
 def test_varlen_prefill(H, D, mask_p, cu, gate, safe, norecomp, C):
     tensors = varlen_data(H, D, mask_p, cu, gate, mild=safe)
     options = dict(cu_seqlens=torch.tensor(cu), output_final_state=True, **switches(gate, safe))
-    check(chunk, tensors, options, **some(H, 1, cu[-1]))
+    check(chunk, tensors, options, **some(H, 1, cu[-1], all_batches=True))
 
 
 # FlashKDA
@@ -170,7 +170,7 @@ def offsets(lengths):
     (4, offsets([1300, 547, 2048, 963, 271, 3063])), (4, offsets([1024] * 8))], {3, 4, 5, 8}))
 def test_flash_varlen(H, cu):
     tensors = flash_data(1, cu[-1], H, 128, len(cu) - 1)
-    check(chunk, tensors, dict(FLASH, cu_seqlens=torch.tensor(cu)), *upstream(tensors, len(cu) - 1), **some(H, 1, cu[-1]))
+    check(chunk, tensors, dict(FLASH, cu_seqlens=torch.tensor(cu)), *upstream(tensors, len(cu) - 1), **some(H, 1, cu[-1], all_batches=True))
 
 
 @slow
