@@ -31,9 +31,9 @@ $(OUT)/libgdn.so: $(shell find go.mod go.sum Makefile ascendc capi core include 
 	@ln -sf libgdn.so $(OUT)/libgdn.so.0
 	@touch $@
 
-cann: $(OUT)/cann/built$(SAN) ## build/out/cann: fake CANN libraries, see ascendc/fake/README.md (SAN=1: also with AddressSanitizer)
+cann: $(OUT)/.cann$(SAN) ## build/out/cann: fake CANN libraries, see ascendc/fake/README.md (SAN=1: also with AddressSanitizer)
 
-$(OUT)/cann/built$(SAN): $(wildcard ascendc/fake/*)
+$(OUT)/.cann$(SAN): $(wildcard ascendc/fake/*)
 	SAN=$(SAN) ascendc/fake/build.sh
 	@touch $@
 

@@ -1,6 +1,8 @@
 #!/bin/bash
 # The Python suite's NPU part, on the fake CANN of ascendc/fake, with the released torch_npu. Its environment is made once and kept.
-# usage: build/npu.sh [pytest arguments]    NPU=2.8 build/npu.sh    tests with the older pair of versions
+# usage: build/npu.sh [pytest arguments]
+# NPU=2.8  with the older pair of versions
+# SAN=1    on the fake built with AddressSanitizer
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -22,7 +24,11 @@ if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
 fi
 
 # fla-npu by a path of its own: below ASCEND_OPP_PATH, torch_npu would take its aclnnRecurrentGatedDeltaRule for CANN's.
-cann=$PWD/build/out/cann
+cann=$PWD/build/out/cann${SAN:+-asan}
 export LD_LIBRARY_PATH=$cann/lib64 ASCEND_HOME_PATH=$cann ASCEND_OPP_PATH=$cann/opp-alone FLA_NPU_OPP_PATH=$cann/opp PYTHONPATH=$PWD/python
+export GDN_FAKE_CANN=$cann
+if [ -n "${SAN:-}" ]; then # torch itself is not clean of leaks; its handlers come before ASan's
+	export LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:handle_segv=0
+fi
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1
 exec $venv/bin/python -m pytest -o testpaths=python/tests_npu "$@"

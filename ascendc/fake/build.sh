@@ -32,7 +32,7 @@ headers() {
 }
 
 build() { # FOLDER CANN FLA SANITIZER-FLAGS
-	local folder=$out/$1 cann=$2 fla=$3 sanitize=$4
+	local folder=$out/.$1 cann=$2 fla=$3 sanitize=$4
 	rm -rf "$folder"
 	local lib=$folder/lib64 vendor=$folder/opp/vendors/fla_npu_transformer
 	mkdir -p "$lib" "$vendor/op_api/lib" "$folder"/{runtime,compiler,opp-alone} # the last three: torch_npu looks whether they are there
@@ -49,11 +49,14 @@ build() { # FOLDER CANN FLA SANITIZER-FLAGS
 	for door in libacl_rt libacl_op_compiler; do
 		library "$lib/$door.so" -x c /dev/null -Wl,--no-as-needed $with
 	done
+	[ $cann -lt 900 ] || library "$lib/libacl_rtc.so" rtc.c $with
 	library "$lib/libhccl.so" hccl.c $with
 	library "$lib/libhcomm.so" -x c /dev/null -Wl,--no-as-needed $with -lhccl # where group calls are looked up
 	for door in libge_runner libgraph libacl_tdt_channel; do
 		library "$lib/$door.so" -x c /dev/null
 	done
+	rm -rf "$out/$1" # only now: tests may be running on what was there
+	mv "$folder" "$out/$1"
 }
 
 build cann 900 2 ""

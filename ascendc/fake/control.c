@@ -198,7 +198,26 @@ int fake_enter(const char *function) {
 	return status ? fake_error(status, "%s", line) : OK;
 }
 
+// ---- time ----
+
+static int64_t inside;
+
+int64_t fake_began(void) {
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+void fake_left(const int64_t *began) {
+	__atomic_add_fetch(&inside, fake_began() - *began, __ATOMIC_RELAXED);
+}
+
 // ---- for tests ----
+
+// Nanoseconds that callers have spent in functions of the API since the process began; a client's own time is the rest.
+EXPORT int64_t gdnfake_ns(void) {
+	return __atomic_load_n(&inside, __ATOMIC_RELAXED);
+}
 
 // The nth call from now of a function fails, once; "*" is any function of the API, "run:NAME" a piece of work on its stream, "run:*" any.
 EXPORT void gdnfake_fail(const char *function, int64_t nth, int status, const char *message) {

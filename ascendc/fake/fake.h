@@ -61,13 +61,16 @@ EXPORT void fake_violation(const char *format, ...) __attribute__((format(printf
 EXPORT const char *aclGetRecentErrMsg(void);                           // the thread's text, once
 EXPORT int fake_enter(const char *function);                           // counts the call; not 0: it is to fail with that status
 
+EXPORT int64_t fake_began(void);
+EXPORT void fake_left(const int64_t *began); // adds to the time that callers have spent in here
+
 // The first line of an entry.
+#define TIMED() __attribute__((cleanup(fake_left), unused)) const int64_t began_ = fake_began()
 #define ENTER()                                                                                                                              \
-	do {                                                                                                                                     \
-		int scripted_ = fake_enter(__func__);                                                                                                \
-		if (scripted_)                                                                                                                       \
-			return scripted_;                                                                                                                \
-	} while (0)
+	TIMED();                                                                                                                                 \
+	const int scripted_ = fake_enter(__func__);                                                                                              \
+	if (scripted_)                                                                                                                           \
+	return scripted_
 #define NEED(pointer)                                                                                                                        \
 	do {                                                                                                                                     \
 		if (!(pointer))                                                                                                                      \

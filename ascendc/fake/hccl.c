@@ -607,6 +607,14 @@ EXPORT int HcclCommInitRootInfoConfig(uint32_t ranks, const char *info, uint32_t
 	return join(__func__, info, ranks, rank, config ? config + CONFIG_NAME_AT : 0, comm);
 }
 
+// torch_npu 2.8 binds it when it is loaded.
+EXPORT int HcclCommInitAll(uint32_t devices, int32_t *device, Comm **comms) {
+	ENTER();
+	(void)devices, (void)device, (void)comms;
+	fake_violation("HcclCommInitAll is not part of this fake");
+	return E_NOT_SUPPORT;
+}
+
 EXPORT uint32_t HcclGetCommConfigCapability(void) {
 	return 3; // of the configuration: buffer size, determinism, name
 }

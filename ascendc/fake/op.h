@@ -120,6 +120,7 @@ EXPORT double *scratch(int64_t n); // zeros, freed after the run
 
 #define LAUNCH(name)                                                                                                                         \
 	EXPORT int name(void *workspace, uint64_t bytes, Executor *executor, void *stream) {                                                     \
+		TIMED();                                                                                                                             \
 		return op_launch(#name, workspace, bytes, executor, stream, fake_enter(#name));                                                      \
 	}
 

@@ -169,7 +169,7 @@ LAUNCH(aclnnCat)
 
 // ---- elementwise ----
 
-typedef enum { ADD, SUB, MUL, DIV, GREATER, EQUAL } Binary;
+typedef enum { ADD, SUB, MUL, DIV, GREATER, LESS, EQUAL, NOT_EQUAL, POWER, FROM } Binary;
 
 static double apply(Binary op, double a, double b) {
 	switch (op) {
@@ -178,7 +178,11 @@ static double apply(Binary op, double a, double b) {
 	case MUL: return a * b;
 	case DIV: return a / b;
 	case GREATER: return a > b;
+	case LESS: return a < b;
 	case EQUAL: return a == b;
+	case NOT_EQUAL: return a != b;
+	case POWER: return pow(a, b);
+	case FROM: return b - a;
 	}
 	return NAN;
 }
@@ -279,7 +283,51 @@ PRODUCT_LIKE(Div, DIV)
 	}                                                                                                                                        \
 	LAUNCH(aclnn##Name)
 COMPARISON(GtTensor, GREATER)
+COMPARISON(LtTensor, LESS)
 COMPARISON(EqTensor, EQUAL)
+COMPARISON(NeTensor, NOT_EQUAL)
+
+#define WITH_SCALAR(Name, op)                                                                                                                \
+	EXPORT int aclnn##Name##GetWorkspaceSize(T self, const Scalar *other, T result, uint64_t *bytes, Executor **executor) {                  \
+		ENTER();                                                                                                                             \
+		return with_scalar("aclnn" #Name, op, self, other, 0, 0, result, bytes, executor);                                                   \
+	}                                                                                                                                        \
+	LAUNCH(aclnn##Name)
+WITH_SCALAR(GtScalar, GREATER)
+WITH_SCALAR(LtScalar, LESS)
+WITH_SCALAR(EqScalar, EQUAL)
+WITH_SCALAR(NeScalar, NOT_EQUAL)
+WITH_SCALAR(PowTensorScalar, POWER)
+
+EXPORT int aclnnRsubsGetWorkspaceSize(T self, const Scalar *other, const Scalar *alpha, T result, uint64_t *bytes, Executor **executor) {
+	ENTER();
+	double factor = alpha_of(alpha);
+	if (factor != 1)
+		return fake_error(NN_ARGUMENT, "aclnnRsubs: alpha is %g, this fake has 1 only", factor);
+	return with_scalar("aclnnRsubs", FROM, self, other, 0, 0, result, bytes, executor);
+}
+LAUNCH(aclnnRsubs)
+
+static int run_where(Op *o) {
+	double *c = get(o, "condition"), *a = get(o, "self"), *b = get(o, "other"), *y = get(o, "out");
+	for (int64_t i = 0; i < count(o, "out"); i++)
+		y[i] = c[i] != 0 ? a[i] : b[i];
+	return OK;
+}
+
+EXPORT int aclnnSWhereGetWorkspaceSize(T condition, T self, T other, T result, uint64_t *bytes, Executor **executor) {
+	ENTER();
+	Op *o = plain("aclnnSWhere", run_where);
+	any(o, IN, "condition", condition, BOOL | U8);
+	any(o, IN, "self", self, ANY);
+	any(o, IN, "other", other, ANY);
+	any(o, OUT, "out", result, ANY);
+	broadcast(o, "condition", "out");
+	broadcast(o, "self", "out");
+	broadcast(o, "other", "out");
+	return op_end(o, bytes, executor);
+}
+LAUNCH(aclnnSWhere)
 
 static double sigmoid(double x) {
 	return 1 / (1 + exp(-x));
@@ -335,6 +383,85 @@ EXPORT int aclnnClampMinGetWorkspaceSize(T self, const Scalar *min, T result, ui
 }
 LAUNCH(aclnnClampMin)
 
+// Gradients: of the output, and what the forward kept.
+static double silu_slope(double x, double beta, double threshold) {
+	(void)beta, (void)threshold;
+	return sigmoid(x) * (1 + x * (1 - sigmoid(x)));
+}
+static double sigmoid_slope(double y, double beta, double threshold) {
+	(void)beta, (void)threshold;
+	return y * (1 - y);
+}
+static double softplus_slope(double x, double beta, double threshold) {
+	return x * beta > threshold ? 1 : sigmoid(x * beta);
+}
+
+static int run_slope(Op *o, double (*slope)(double, double, double)) {
+	double *g = get(o, "gradOutput"), *x = get(o, "self"), *y = get(o, "out");
+	for (int64_t i = 0; i < count(o, "out"); i++)
+		y[i] = g[i] * slope(x[i], value(o, "beta"), value(o, "threshold"));
+	return OK;
+}
+static int run_silu_back(Op *o) {
+	return run_slope(o, silu_slope);
+}
+static int run_sigmoid_back(Op *o) {
+	return run_slope(o, sigmoid_slope);
+}
+static int run_softplus_back(Op *o) {
+	return run_slope(o, softplus_slope);
+}
+
+static int slope_of(const char *name, int (*run)(Op *), T gradOutput, T self, double beta, double threshold, T result, uint64_t *bytes, Executor **executor) {
+	Op *o = plain(name, run);
+	any(o, IN, "gradOutput", gradOutput, ANY);
+	any(o, IN, "self", self, ANY);
+	any(o, OUT, "out", result, ANY);
+	broadcast(o, "gradOutput", "out");
+	broadcast(o, "self", "out");
+	number(o, "beta", beta);
+	number(o, "threshold", threshold);
+	return op_end(o, bytes, executor);
+}
+
+EXPORT int aclnnSiluBackwardGetWorkspaceSize(T gradOutput, T self, T gradInput, uint64_t *bytes, Executor **executor) {
+	ENTER();
+	return slope_of("aclnnSiluBackward", run_silu_back, gradOutput, self, 1, 0, gradInput, bytes, executor);
+}
+LAUNCH(aclnnSiluBackward)
+
+EXPORT int aclnnSigmoidBackwardGetWorkspaceSize(T gradOutput, T output, T gradInput, uint64_t *bytes, Executor **executor) {
+	ENTER();
+	return slope_of("aclnnSigmoidBackward", run_sigmoid_back, gradOutput, output, 1, 0, gradInput, bytes, executor);
+}
+LAUNCH(aclnnSigmoidBackward)
+
+EXPORT int aclnnSoftplusBackwardGetWorkspaceSize(T gradOutput, T self, const Scalar *beta, const Scalar *threshold, T gradInput, uint64_t *bytes,
+                                                 Executor **executor) {
+	ENTER();
+	return slope_of("aclnnSoftplusBackward", run_softplus_back, gradOutput, self, alpha_of(beta), alpha_of(threshold), gradInput, bytes, executor);
+}
+LAUNCH(aclnnSoftplusBackward)
+
+static int run_softplus(Op *o) {
+	double *x = get(o, "self"), *y = get(o, "out"), beta = value(o, "beta");
+	for (int64_t i = 0; i < count(o, "out"); i++)
+		y[i] = x[i] * beta > value(o, "threshold") ? x[i] : log1p(exp(x[i] * beta)) / beta;
+	return OK;
+}
+
+EXPORT int aclnnSoftplusGetWorkspaceSize(T self, const Scalar *beta, const Scalar *threshold, T result, uint64_t *bytes, Executor **executor) {
+	ENTER();
+	Op *o = plain("aclnnSoftplus", run_softplus);
+	any(o, IN, "self", self, ANY);
+	any(o, OUT, "out", result, ANY);
+	broadcast(o, "self", "out");
+	number(o, "beta", alpha_of(beta));
+	number(o, "threshold", alpha_of(threshold));
+	return op_end(o, bytes, executor);
+}
+LAUNCH(aclnnSoftplus)
+
 // ---- sums and matrix products ----
 
 static int run_reduce_sum(Op *o) {
@@ -352,12 +479,15 @@ static int run_reduce_sum(Op *o) {
 		}
 		y[at] += x[i];
 	}
+	int64_t parts_ = value(o, "mean") != 0 ? count(o, "self") / count(o, "out") : 1;
+	for (int64_t i = 0; i < count(o, "out"); i++)
+		y[i] /= (double)parts_;
 	return OK;
 }
 
-EXPORT int aclnnReduceSumGetWorkspaceSize(T self, L dims, bool keep, int dtype, T result, uint64_t *bytes, Executor **executor) {
-	ENTER();
-	Op *o = plain("aclnnReduceSum", run_reduce_sum);
+static int reduce(const char *name, int mean, T self, L dims, bool keep, int dtype, T result, uint64_t *bytes, Executor **executor) {
+	Op *o = plain(name, run_reduce_sum);
+	number(o, "mean", mean);
 	any(o, IN, "self", self, ANY);
 	any(o, OUT, "out", result, ANY);
 	need(o, fake_is(dims, INT_ARRAY), "dims is no live aclIntArray");
@@ -383,10 +513,21 @@ EXPORT int aclnnReduceSumGetWorkspaceSize(T self, L dims, bool keep, int dtype, 
 	}
 	return op_end(o, bytes, executor);
 }
+
+EXPORT int aclnnReduceSumGetWorkspaceSize(T self, L dims, bool keep, int dtype, T result, uint64_t *bytes, Executor **executor) {
+	ENTER();
+	return reduce("aclnnReduceSum", 0, self, dims, keep, dtype, result, bytes, executor);
+}
 LAUNCH(aclnnReduceSum)
 
+EXPORT int aclnnMeanGetWorkspaceSize(T self, L dims, bool keep, int dtype, T result, uint64_t *bytes, Executor **executor) {
+	ENTER();
+	return reduce("aclnnMean", 1, self, dims, keep, dtype, result, bytes, executor);
+}
+LAUNCH(aclnnMean)
+
 static int run_matmul(Op *o) {
-	double *a = get(o, "self"), *b = get(o, "mat2"), *y = get(o, "out");
+	double *a = get(o, "self"), *b = get(o, "mat2"), *y = get(o, "out"), *add = get(o, "add");
 	int64_t B = dim(o, "b"), M = dim(o, "m"), N = dim(o, "n"), K = dim(o, "k");
 	for (int64_t z = 0; z < B; z++)
 		for (int64_t i = 0; i < M; i++)
@@ -394,40 +535,58 @@ static int run_matmul(Op *o) {
 				double s = 0;
 				for (int64_t k = 0; k < K; k++)
 					s += a[(z * M + i) * K + k] * b[(z * K + k) * N + j];
-				y[(z * M + i) * N + j] = s;
+				int64_t at = (z * M + i) * N + j;
+				y[at] = value(o, "alpha") * s + (add ? value(o, "beta") * add[at] : 0);
 			}
 	return OK;
 }
 
 // The cube unit's arithmetic is that of its operands' type; mode 0 keeps it, 1 allows HF32 for float32.
-static int matmul(const char *name, int batched, T self, T mat2, T result, int8_t mode, uint64_t *bytes, Executor **executor) {
+static int matmul(const char *name, int batched, T add, double beta, double alpha, T self, T mat2, T result, int8_t mode, uint64_t *bytes,
+                  Executor **executor) {
 	Op *o = op_begin(name, run_matmul, 0, F32 | F16 | BF16);
 	arg(o, IN, 1, "self", self, batched ? "b m k" : "m k", 0, DATA);
 	arg(o, IN, 1, "mat2", mat2, batched ? "b k n" : "k n", 0, DATA);
 	arg(o, OUT, 1, "out", result, batched ? "b m n" : "m n", 0, DATA);
 	if (!batched)
 		size(o, "b", 1);
+	if (add) {
+		any(o, IN, "add", add, F32 | F16 | BF16);
+		broadcast(o, "add", "out");
+	} else
+		opt(o, "add", add, "m n", DATA);
+	number(o, "alpha", alpha);
+	number(o, "beta", beta);
 	need(o, mode >= 0 && mode <= 3, "cubeMathType is %d, expected 0 to 3", mode);
 	return op_end(o, bytes, executor);
 }
 
 EXPORT int aclnnBatchMatMulGetWorkspaceSize(T self, T mat2, T result, int8_t mode, uint64_t *bytes, Executor **executor) {
 	ENTER();
-	return matmul("aclnnBatchMatMul", 1, self, mat2, result, mode, bytes, executor);
+	return matmul("aclnnBatchMatMul", 1, 0, 0, 1, self, mat2, result, mode, bytes, executor);
 }
 LAUNCH(aclnnBatchMatMul)
 
 EXPORT int aclnnMmGetWorkspaceSize(T self, T mat2, T result, int8_t mode, uint64_t *bytes, Executor **executor) {
 	ENTER();
-	return matmul("aclnnMm", 0, self, mat2, result, mode, bytes, executor);
+	return matmul("aclnnMm", 0, 0, 0, 1, self, mat2, result, mode, bytes, executor);
 }
 LAUNCH(aclnnMm)
 
 EXPORT int aclnnMatmulGetWorkspaceSize(T self, T mat2, T result, int8_t mode, uint64_t *bytes, Executor **executor) {
 	ENTER();
-	return matmul("aclnnMatmul", self && fake_is(self, TENSOR) && self->rank == 3, self, mat2, result, mode, bytes, executor);
+	return matmul("aclnnMatmul", self && fake_is(self, TENSOR) && self->rank == 3, 0, 0, 1, self, mat2, result, mode, bytes, executor);
 }
 LAUNCH(aclnnMatmul)
+
+EXPORT int aclnnAddmmGetWorkspaceSize(T self, T mat1, T mat2, const Scalar *beta, const Scalar *alpha, T result, int8_t mode, uint64_t *bytes,
+                                      Executor **executor) {
+	ENTER();
+	if (!self)
+		return fake_error(NN_NULL, "aclnnAddmm: self is null");
+	return matmul("aclnnAddmm", 0, self, alpha_of(beta), alpha_of(alpha), mat1, mat2, result, mode, bytes, executor);
+}
+LAUNCH(aclnnAddmm)
 
 // ---- the gated delta rules ----
 

@@ -15,6 +15,7 @@ EXPORT int fake_item(int dtype) {
 
 // Entries that return a pointer.
 #define ENTER_POINTER()                                                                                                                      \
+	TIMED();                                                                                                                                 \
 	if (fake_enter(__func__))                                                                                                                \
 	return 0
 #define REFUSE(...) return fake_error(NN_ARGUMENT, __VA_ARGS__), (void *)0

@@ -20,7 +20,7 @@ opapi = C.CDLL(str(CANN / "lib64/libopapi.so"), C.RTLD_GLOBAL)
 VENDOR = CANN / "opp/vendors/fla_npu_transformer/op_api"
 fla = C.CDLL(str(VENDOR / "lib/libcust_opapi.so"))
 acl.aclGetRecentErrMsg.restype = acl.gdnfake_violation.restype = C.c_char_p
-acl.gdnfake_live.restype = acl.gdnfake_violations.restype = acl.gdnfake_calls.restype = acl.gdnfake_pending_failures.restype = C.c_int64
+acl.gdnfake_ns.restype = acl.gdnfake_live.restype = acl.gdnfake_violations.restype = acl.gdnfake_calls.restype = acl.gdnfake_pending_failures.restype = C.c_int64
 acl.gdnfake_fail.argtypes = [C.c_char_p, C.c_int64, C.c_int, C.c_char_p]
 acl.gdnfake_violation.argtypes = [C.c_int64]
 for name in "aclCreateTensor", "aclCreateScalar", "aclCreateIntArray", "aclCreateTensorList":
@@ -118,6 +118,8 @@ def call(library, op, letters, args, stream=None, outputs=(), before_launch=None
     """One operator on copies of its tensors: args in the order of the header, None for NULL. outputs: indices of the arguments that are
     copied back afterwards. Everything is released, whatever happens."""
     assert len(letters) == len(args), (op, letters, len(args))
+    if library is fla:
+        os.environ["ASCEND_CUSTOM_OPP_PATH"] = str(VENDOR.parent)  # by which CANN finds the kernels
     made, memory, values = [], {}, []
     kinds = {"d": C.c_double, "f": C.c_float, "b": C.c_bool, "i": C.c_int64, "e": C.c_int8, "I": C.c_int}
     workspace = None

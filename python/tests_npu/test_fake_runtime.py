@@ -332,3 +332,47 @@ def test_threads():
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert not failures
+
+
+def test_kernels_of_a_vendor_are_found_by_the_environment(monkeypatch):
+    """Symbols resolve all the same."""
+    t = fake.descriptor(torch.zeros(1, 1, 64), fake.malloc(256))
+    n, executor = C.c_uint64(), pointer()
+    first = lambda: fake.fla.aclnnChunkLocalCumsumGetWorkspaceSize(t, None, None, C.c_int64(64), C.c_bool(False), C.c_double(1), C.c_bool(True), b"float32", t,
+                                                                   C.byref(n), C.byref(executor))
+    for value in "", "/somewhere", str(fake.VENDOR):
+        monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", value)
+        assert first() == 561003 and "ASCEND_CUSTOM_OPP_PATH" in text()
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"/somewhere:{fake.VENDOR.parent}:")
+    check(first())
+    check(nn.aclDestroyAclOpExecutor(executor))
+    check(nn.aclDestroyTensor(t))
+
+
+def test_what_old_releases_lack():
+    """Which symbols are there decides what a client does."""
+    new, old = (C.CDLL(str(fake.CANN.parent / f / "lib64/libopapi.so")) for f in ("cann", "cann-old"))
+    assert hasattr(new, "aclnnChunkGatedDeltaRule") and not hasattr(old, "aclnnChunkGatedDeltaRule")
+    assert hasattr(new, "aclnnRecurrentGatedDeltaRule") and hasattr(old, "aclnnRecurrentGatedDeltaRule")
+    assert not (fake.CANN.parent / "cann-old/lib64/libacl_rtc.so").exists()
+
+
+def test_the_compiler_refuses_and_says_why(expected):
+    rtc = C.CDLL(str(fake.CANN / "lib64/libacl_rtc.so"))
+    program, n = pointer(), size_t()
+    check(rtc.aclrtcCreateProg(C.byref(program), b"source", b"name", 0, None, None))
+    assert rtc.aclrtcCompileProg(program, 0, None) == 107000 and "--npu-arch" in text()
+    assert rtc.aclrtcCompileProg(program, 1, (C.c_char_p * 1)(b"--npu-arch=dav-2201")) == 500000
+    check(rtc.aclrtcGetCompileLogSize(program, C.byref(n)))
+    log = C.create_string_buffer(n.value)
+    check(rtc.aclrtcGetCompileLog(program, log))
+    assert b"no compiler" in log.value and acl.gdnfake_live(b"program") == 1
+    dead = pointer(program.value)
+    check(rtc.aclrtcDestroyProg(C.byref(program)))
+    assert not program.value and rtc.aclrtcDestroyProg(C.byref(dead)) == 107017 and expected()
+
+
+def test_time_spent_inside_is_counted():
+    before = acl.gdnfake_ns()
+    fake.free(fake.malloc(1 << 24))
+    assert acl.gdnfake_ns() > before + 100_000  # it writes 16 MiB

@@ -95,6 +95,27 @@ def test_devices():
     assert a.to("npu:1").cpu().equal(x)
 
 
+F = torch.nn.functional
+LAYER = {  # what a small layer uses around the operators of gdn
+    "linear": lambda x: F.linear(x, torch.ones(3, 6, device=x.device), torch.arange(3.0).to(x.device)),
+    "silu": F.silu, "sigmoid": torch.sigmoid, "softplus": F.softplus, "exp": torch.exp, "neg": torch.neg, "square": lambda x: x**2,
+    "rsqrt": lambda x: (x * x + 1).rsqrt(), "1-x": lambda x: 1 - x, "mean": lambda x: x.mean(0), "sum": lambda x: x.sum(1, keepdim=True),
+    "divide": lambda x: x / (x * x + 1), "cast": lambda x: x.bfloat16().float(), "cat": lambda x: torch.cat([x, x], 1), "where": lambda x: torch.where(x > 0, x, -2 * x),
+    "matmul": lambda x: torch.matmul(x[None], x.t()[None]), "scale": lambda x: x * x.mean(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYER)
+def test_layers(name):
+    x = torch.linspace(-2, 2, 24).view(4, 6)
+    a, b = x.npu().requires_grad_(), x.clone().requires_grad_()
+    got, want = LAYER[name](a), LAYER[name](b)
+    torch.testing.assert_close(got.detach().cpu(), want.detach())
+    got.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(a.grad.cpu(), b.grad)
+
+
 def test_autograd():
     x = torch.randn(6, 5)
     w = torch.randn(5, 4)
