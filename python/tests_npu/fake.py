@@ -42,7 +42,9 @@ def check(status):
 
 def start(device=0):
     status = acl.aclInit(None)
-    if status not in (0, 100002):
+    if status == 100002:  # initialised already: its text is not for others
+        acl.aclGetRecentErrMsg()
+    else:
         check(status)
     check(acl.aclrtSetDevice(device))
 
