@@ -13,7 +13,7 @@ GO_TEST := go test -timeout 20m
 # makes them 50 times slower (the demo on two cores). The benchmark keeps the default.
 test quick demo: export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help lib cann gen test test-npu quick demo bench check asan arm64 wheel clean
+.PHONY: help lib cann gen test test-slow test-npu quick demo bench check asan arm64 wheel clean
 
 help: ## this list
 	@awk -F ': .*## ' '/^[a-z0-9-]+: .*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ quick: lib ## the same without the slow tests, under two minutes
 	echo '$(GO_TEST) -short ./...'; $(GO_TEST) -short ./... || failed=1; \
 	echo '$(PY) -m pytest -m "not slow"'; $(PY) -m pytest -m 'not slow' || failed=1; \
 	exit $$failed
+
+test-slow: cann ## the list of bugs that the Ascend suite must catch, each built in turn (ascendc/mutations_test.go), some ten minutes
+	GDN_TEST_MUTATIONS=1 go test -timeout 60m -count 1 -v -run TestMutations ./ascendc
 
 demo: lib ## train a small language model of GDN layers on real text, about two minutes (ARGS="--text FILE --seconds 60")
 	@build/env.sh demo

@@ -65,7 +65,7 @@ func again(t *testing.T, test string, variables ...string) {
 // npu is the backend on the fake device, with what the tests need beside it.
 type npu struct {
 	*Backend
-	t       *testing.T
+	t       testing.TB
 	a       *acl
 	caller  Caller
 	callers sync.Map         // thread -> Caller, for threads that have one of their own
@@ -74,7 +74,7 @@ type npu struct {
 }
 
 // newNPU is a backend of its own on a device that nothing has happened on.
-func newNPU(t *testing.T) *npu {
+func newNPU(t testing.TB) *npu {
 	d := &npu{t: t, left: map[string]int64{}}
 	d.Backend = New(func() Caller {
 		if c, ok := d.callers.Load(syscall.Gettid()); ok {

@@ -169,6 +169,13 @@ var scenarios = []struct {
 	{"stages forward", "fwd", "Ascend910B2", []*path{flaForward}, []string{"g", "beta", "initial_state", "final_state", "tape"}, nil, 70, "o"},
 	{"stages backward", "bwd", "Ascend910B2", nil, []string{"g", "beta", "initial_state", "dht", "dg", "dbeta", "dh0"}, nil, 70, "dq"},
 	{"stock step", "recurrent_fwd", "Ascend910B2", []*path{flaRecurrent}, []string{"g", "gk", "initial_state", "final_state"}, nil, 3, "o"},
+	{"KDA stages forward", "kda_fwd", "Ascend910B2", nil, []string{"g", "beta", "initial_state", "final_state"}, nil, 70, "o"},
+	{"KDA composite", "kda_fwd", "Ascend910B2", []*path{kdaForward}, []string{"g", "beta", "initial_state", "final_state"}, nil, 70, "o"},
+	{"KDA backward", "kda_bwd", "Ascend950PR_9599", nil, []string{"g", "beta", "A_log", "dt_bias", "initial_state", "dg", "dbeta", "dA_log", "ddt_bias", "dh0"},
+		map[string]float64{"gate": 1, "lower_bound": -5, "qk_l2norm": 1, "beta_sigmoid": 1}, 70, "dq"},
+	{"KDA step", "kda_recurrent_fwd", "Ascend910B2", nil, []string{"g", "beta", "initial_state", "final_state"}, nil, 3, "o"},
+	{"summary", "summary_fwd", "Ascend910B2", nil, []string{"g", "beta"}, nil, 70, "map"},
+	{"gradient's summary", "summary_bwd", "Ascend910B2", nil, []string{"g", "beta"}, nil, 70, "map"},
 	{"fla step", "recurrent_fwd", "Ascend910B2", []*path{stockRecurrent}, []string{"g", "beta", "initial_state", "final_state"}, nil, 3, "o"},
 }
 
@@ -237,6 +244,47 @@ func TestFaults(t *testing.T) {
 			}
 			s.free()
 			d.settledBut(stuck)
+		})
+	}
+}
+
+// TestHeld holds the device until each call has returned: what work on the stream reads must still be there then, and lie on that stream.
+func TestHeld(t *testing.T) {
+	for _, sc := range scenarios {
+		t.Run(sc.name, func(t *testing.T) {
+			d := newNPU(t)
+			d.chip(sc.chip)
+			defer only(t, sc.not...)()
+			r := d.on()
+			d.must("aclrtCreateStream", r.call(symbol("aclrtCreateStream", mustOpen(t)), uintptr(unsafe.Pointer(&r.word[0]))))
+			stream := r.word[0]
+			r.leave()
+			s := newSample(d, sc.op, core.BF16, sizes(sc.T, 2), sc.give, sc.numbers)
+			if err := s.run(); err != nil {
+				t.Fatal(err)
+			}
+			want := s.read(sc.output)
+			d.caller.Stream = stream
+			if err := s.run(); err != nil { // the memory of the lane is there after that
+				t.Fatal(err)
+			}
+			s.read(sc.output)
+			d.fake("gdnfake_hold", 1)
+			for range 3 {
+				if err := s.run(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if got := s.read(sc.output); !slices.Equal(got, want) {
+				t.Error("another result")
+			}
+			d.fake("gdnfake_hold", 0)
+			d.caller.Stream = 0
+			s.free()
+			r = d.on()
+			d.must("aclrtDestroyStream", r.call(symbol("aclrtDestroyStream", mustOpen(t)), stream))
+			r.leave()
+			d.settled()
 		})
 	}
 }

@@ -483,7 +483,9 @@ func (r *run) exec(name *opName, args ...any) {
 	r.word[0], r.word[1] = 0, 0 // workspace size, executor
 	r.ints[ints] = uint64(uintptr(unsafe.Pointer(&r.word[0])))
 	r.ints[ints+1] = uint64(uintptr(unsafe.Pointer(&r.word[1])))
-	r.check(op.name+"GetWorkspaceSize", trampoline(op.phase1, &r.ints, &r.floats))
+	if status := trampoline(op.phase1, &r.ints, &r.floats); status != aclOK {
+		r.check(op.name+"GetWorkspaceSize", status)
+	}
 	runtime.KeepAlive(args)
 	if r.err != nil {
 		return
@@ -507,7 +509,9 @@ func mismatch(name *opName, i int, kind byte) string {
 // destroy takes the descriptors down; CANN has copied what it needs.
 func (r *run) destroy() {
 	for _, m := range r.made {
-		r.check("aclDestroy"+m.name[len("aclCreate"):], r.call(m.destroy, m.handle))
+		if status := r.call(m.destroy, m.handle); status != aclOK {
+			r.check("aclDestroy"+m.name[len("aclCreate"):], status)
+		}
 	}
 	r.made = r.made[:0]
 }

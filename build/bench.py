@@ -26,6 +26,7 @@ import inspect
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -183,6 +184,21 @@ class FrameRow:
         return lambda: (forward(), backward(), keep, held)
 
 
+class Overhead:
+    """The library's own work on the host for a whole operator on an NPU: a Go benchmark with a CANN that does nothing."""
+
+    name = "ascend/kda/fwd/overhead"
+    threads = 1
+
+    def measure(self):
+        command = ["go", "test", "-run", "XXX", "-bench", "BenchmarkOverhead", "-count", "5", "./ascendc"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        found = [float(ns) for ns in re.findall(r"^BenchmarkOverhead\S*\s+\d+\s+([\d.]+) ns/op", done.stdout, re.M)]
+        if done.returncode or not found:
+            raise SystemExit(f"{self.name}: {done.stdout}{done.stderr}")
+        return {"name": self.name, "call_us": statistics.median(found) / 1e3, "peers": {}}
+
+
 def prepared(name, given, numbers, wants):
     """All tensors of an operator's call, and a function that runs it on them."""
     table = _lib.OPS[name].row
@@ -217,6 +233,7 @@ ROWS = [
     *(FrameRow(p, 1, 61, 20, 112, threads=t) for t in (1, 2) for p in ("fwd", "fwd+bwd")),
     FrameRow("fwd", 1, 61, 20, 112, dtype="bfloat16"),
     FrameRow("fwd", 1, 11, 20, 128),
+    Overhead(),
 ]
 
 
@@ -468,6 +485,9 @@ def table(report):
         more += [f"{name} {peer['extra_gib']:.2f} GiB" for name, peer in row["peers"].items() if "extra_gib" in peer]
         if "disturbed" in row:
             more.append(f"disturbed: got {row['cores']:.1f} cores")
+        if "ms" not in row:
+            lines.append(f"| {row['name']} | | | | | | | {', '.join(more)} |")
+            continue
         digits = 1 if row["ms"] >= 10 else 3
         lines.append(f"| {row['name']} | {row['ms']:.{digits}f} | {row['gflops']:.1f} | {row['fraction']:.2f} | {row['torch_ms']:.{digits}f} | "
                      + "<br>".join(f"{name} {peer['ms']:.{1 if peer['ms'] >= 10 else 3}f}" for name, peer in row["peers"].items()) + " | "
@@ -496,7 +516,7 @@ def update_readme(report):
             lines.append(f"| {row['name']} | {fraction} | {shown(row['torch_ms'])} | " + "<br>".join(f"{name} {shown(peer['ms'])}" for name, peer in theirs)
                          + " | " + "<br>".join(f"{peer['ratio']:.1f}" for _, peer in theirs) + " |")
     lines += [""]
-    if any(row["cores"] < 0.9 or "disturbed" in row for row in report["rows"]):
+    if any(row.get("cores", 1) < 0.9 or "disturbed" in row for row in report["rows"]):
         lines.append("Other jobs ran on the machine at the time, and what they did to caches and memory is in these figures.")
     for row in report["rows"]:
         if "extra_gib" in row:
@@ -504,7 +524,8 @@ def update_readme(report):
             lines.append(f"Memory of {row['name']} beyond inputs, outputs and their gradients: {row['extra_gib']:.2f} GiB"
                          + (f"; transformers {other:.2f} GiB." if other else "."))
         if "call_us" in row:
-            lines.append(f"A call from PyTorch on one token ({row['name']}): {row['call_us']:.0f} µs.")
+            what = "A call from PyTorch on one token" if "ms" in row else "The library's own time on the host for a forward on an Ascend NPU"
+            lines.append(f"{what} ({row['name']}): {row['call_us']:.0f} µs.")
     path = os.path.join(ROOT, "README.md")
     with open(path, encoding="utf-8") as f:
         text = f.read()
@@ -543,6 +564,11 @@ def main():
         if row.threads > len(cores):
             print(f"{row.name}: left out, {len(cores)} core(s) may be used")
             continue
+        if isinstance(row, Overhead):
+            result = row.measure()
+            report["rows"].append(result)
+            print(f"{row.name}: {result['call_us']:.1f} us a call", flush=True)
+            continue
         result = measure(row, machine, cores)
         report["rows"].append(result)
         ratio = "".join(f", {figures['ratio']:.1f}x {name}" for name, figures in result["peers"].items() if "ratio" in figures)
@@ -550,6 +576,8 @@ def main():
         print(f"{row.name}: {result['ms']:.3f} ms, {result['fraction']:.2f} of peak; from PyTorch {result['torch_ms']:.3f} ms{ratio}", flush=True)
     if not report["rows"]:
         return
+    if not machine.peaks:
+        machine.peak(), machine.copy()
     report["peak_gflops"] = statistics.median(machine.peaks)
     report["copy_gb_s"] = statistics.median(machine.copies)
     with open(os.path.join(OUT, "bench.json"), "w") as f:
