@@ -53,6 +53,8 @@ var paths = map[string][]*path{
 	"recurrent_fwd":     {flaRecurrent, stockRecurrent},
 	"summary_fwd":       {flaSummary},
 	"summary_bwd":       {flaSummaryBwd},
+	"kda_summary_fwd":   {kdaSummary},
+	"kda_summary_bwd":   {kdaSummaryBwd},
 	"summary_merge":     {stockMerge},
 	"kda_fwd":           {kdaForward, kdaOldForward},
 	"kda_bwd":           {kdaBackward},

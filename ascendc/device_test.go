@@ -19,6 +19,8 @@ import (
 // The tests run on the fake CANN of ascendc/fake, one of its releases a process. GDN_TEST_CANN chooses it; the tests of others start
 // this program again.
 
+var userHome = os.Getenv("HOME") // which go needs
+
 func TestMain(m *testing.M) {
 	release := os.Getenv("GDN_TEST_CANN")
 	if release == "" {

@@ -37,15 +37,22 @@ type kdaGate struct {
 	bound         float64
 }
 
-func (r *run) kdaGate(s *sequences) kdaGate {
-	hv, k := r.c.Size("HV"), r.c.Size("K")
-	g := kdaGate{g: r.rows("g", core.F32, s), use: r.c.Int("gate") != 0, bound: r.c.Float("lower_bound")}
-	g.safe = g.bound != 0
-	if g.g == nil {
-		g.g = r.zeros(core.F32, s.batch, s.tokens, hv, k)
-	} else if !g.use {
-		g.g = r.finite(g.g)
+// gateRows is g [B T HV K] as the operators take it, zero where there is none.
+func (r *run) gateRows(s *sequences) *core.Tensor {
+	g := r.rows("g", core.F32, s)
+	if g == nil {
+		return r.zeros(core.F32, s.batch, s.tokens, r.c.Size("HV"), r.c.Size("K"))
 	}
+	if r.c.Int("gate") != 0 {
+		return g
+	}
+	return r.finite(g)
+}
+
+func (r *run) kdaGate(rows *core.Tensor) kdaGate {
+	hv, k := r.c.Size("HV"), r.c.Size("K")
+	g := kdaGate{g: rows, use: r.c.Int("gate") != 0, bound: r.c.Float("lower_bound")}
+	g.safe = g.bound != 0
 	if g.use {
 		if g.aLog = r.in("A_log", core.F32); g.aLog == nil {
 			g.aLog = r.zeros(core.F32, hv)
@@ -67,10 +74,9 @@ type kdaStages struct {
 }
 
 // kdaPrepare runs the first stage; with save it leaves what the backward needs.
-func (r *run) kdaPrepare(s *sequences, save bool) *kdaStages {
+func (r *run) kdaPrepare(s *sequences, q, key, value *core.Tensor, gate kdaGate, beta *core.Tensor, norm, save bool) *kdaStages {
 	h, hv, k, v := r.c.Size("H"), r.c.Size("HV"), r.c.Size("K"), r.c.Size("V")
-	x := &kdaStages{gate: r.kdaGate(s), beta: r.betaOf(core.F32, s)}
-	q, key, value := r.rows("q", core.None, s), r.rows("k", core.None, s), r.rows("v", core.None, s)
+	x := &kdaStages{gate: gate, beta: beta}
 	of := func(d core.DType, heads int64, width ...int64) *core.Tensor {
 		return r.temp(d, append([]int64{s.batch, heads, s.tokens}, width...)...)
 	}
@@ -81,10 +87,20 @@ func (r *run) kdaPrepare(s *sequences, save bool) *kdaStages {
 		x.qRstd, x.kRstd, x.effective = of(core.F32, h), of(core.F32, h), of(core.F32, hv)
 	}
 	const epsilon = 1e-6
-	r.exec(kdaFwdPrepare, q, key, value, x.gate.g, x.beta, x.gate.aLog, x.gate.bias, s.cu, s.chunks, "BSND\x00", r.scale(), chunk, epsilon,
-		r.c.Int("qk_l2norm") != 0, x.gate.use, r.c.Int("beta_sigmoid") != 0, r.c.Int("neg_eigval") != 0, x.gate.safe, x.gate.bound, true,
+	scale := 1.0
+	if r.c.Op.Tensors[0].Name == "q" {
+		scale = r.scale()
+	}
+	r.exec(kdaFwdPrepare, q, key, value, x.gate.g, x.beta, x.gate.aLog, x.gate.bias, s.cu, s.chunks, "BSND\x00", scale, chunk, epsilon,
+		norm, x.gate.use, r.c.Int("beta_sigmoid") != 0, r.c.Int("neg_eigval") != 0, x.gate.safe, x.gate.bound, true,
 		x.gk, x.aqk, x.akk, x.w, x.u, x.qg, x.kg, x.scaled, x.qHat, x.kHat, x.qRstd, x.kRstd, x.effective)
 	return x
+}
+
+// kdaFirst is that stage of a composite.
+func (r *run) kdaFirst(s *sequences, save bool) *kdaStages {
+	q, k, v := r.rows("q", core.None, s), r.rows("k", core.None, s), r.rows("v", core.None, s)
+	return r.kdaPrepare(s, q, k, v, r.kdaGate(r.gateRows(s)), r.betaOf(core.F32, s), r.c.Int("qk_l2norm") != 0, save)
 }
 
 // kdaStates runs the pass over the chunks.
@@ -115,7 +131,7 @@ var kdaForward = &path{
 			r.entryStates(nil, s)
 			return
 		}
-		x := r.kdaPrepare(s, false)
+		x := r.kdaFirst(s, false)
 		r.kdaStates(x, s, r.stateOut("final_state", "initial_state", core.F32, false, s))
 		r.entryStates(x.h, s)
 		o := r.rowsOut("o", core.BF16, s)
@@ -186,7 +202,7 @@ var kdaOldForward = &path{
 			return
 		}
 		d, hv := r.c.Tensor("q").DType, r.c.Size("HV")
-		gate := r.kdaGate(s)
+		gate := r.kdaGate(r.gateRows(s))
 		vFirst := r.c.Int("state_v_first") != 0
 		square := func() *core.Tensor { return flat(r.temp(d, s.batch, hv, s.tokens, chunk), s) }
 		r.exec(kdaComposite, flat(r.rows("q", core.None, s), s), flat(r.rows("k", core.None, s), s), flat(r.rows("v", core.None, s), s), flat(gate.g, s),
@@ -223,7 +239,7 @@ var kdaBackward = &path{
 			return
 		}
 		h, hv, k, v := r.c.Size("H"), r.c.Size("HV"), r.c.Size("K"), r.c.Size("V")
-		x := r.kdaPrepare(s, true)
+		x := r.kdaFirst(s, true)
 		r.kdaStates(x, s, nil)
 		of := func(d core.DType, heads int64, width ...int64) *core.Tensor {
 			return r.temp(d, append([]int64{s.batch, heads, s.tokens}, width...)...)
@@ -324,7 +340,7 @@ var kdaRecurrent = &path{
 			}
 			cu = r.upload(list)
 		}
-		gate := r.kdaGate(s)
+		gate := r.kdaGate(r.gateRows(s))
 		r.exec(kdaStep, flat(r.rows("q", core.None, s), s), flat(r.rows("k", core.None, s), s), flat(r.rows("v", core.None, s), s), flat(gate.g, s),
 			flat(r.betaOf(core.F32, s), s), state, cu, nil, gate.aLog, gate.bias, nil, layout(s, "BSND\x00", "TND\x00"), r.scale(), true, true, false,
 			gate.use, r.c.Int("beta_sigmoid") != 0, r.c.Int("neg_eigval") != 0, gate.safe, gate.bound, vFirst, flat(r.rowsOut("o", core.None, s), s), state)

@@ -217,3 +217,68 @@ var stockMerge = &path{
 		r.copy(out, shaped(x, out.Shape[:4]...))
 	},
 }
+
+// ---- the same for Kimi Delta Attention, from the stages of its own ----
+
+// windowKDA runs the first stage of KDA on tokens of one axis; q and v as in windowStages.
+func (r *run) windowKDA(s *sequences, q, k, v *core.Tensor, save bool) *kdaStages {
+	hv, n := r.c.Size("HV"), r.c.Size("K")
+	g, beta := r.tokens("g", core.F32, s), r.tokens("beta", core.F32, s)
+	if g == nil {
+		g = r.zeros(core.F32, 1, s.tokens, hv, n)
+	} else if r.c.Int("gate") == 0 {
+		g = r.finite(g)
+	}
+	if beta == nil {
+		beta = r.ones(core.F32, 1, s.tokens, hv)
+	}
+	return r.kdaPrepare(s, q, k, v, r.kdaGate(g), beta, r.c.Int("qk_l2norm") != 0, save)
+}
+
+var kdaSummary = &path{
+	what:  "aclnnPreProcessFwdKernelMerged of fla-npu",
+	needs: []*opName{preProcessFwd, kdaFwdPrepare, inplaceCopy, inplaceOne, clampMin},
+	refuse: func(a *acl, c *core.Call) string {
+		return firstOf(refuseMaps(c, "k"), refuseGate(c))
+	},
+	run: func(r *run) {
+		s := r.windows()
+		to := r.maps(s)
+		if s.empty() {
+			return
+		}
+		k := r.tokens("k", core.BF16, s)
+		x := r.windowKDA(s, k, k, r.tokens("v", core.BF16, s), false) // what q makes is not read
+		r.exec(preProcessFwd, x.kg, x.w, x.u, nil, x.gk, nil, nil, s.cu, chunk, to)
+	},
+}
+
+var kdaSummaryBwd = &path{
+	what:  "aclnnPreProcessBwdKernelMerged of fla-npu",
+	needs: []*opName{preProcessBwd, kdaFwdPrepare, kdaBwdPrepare, inplaceCopy, inplaceOne, clampMin},
+	refuse: func(a *acl, c *core.Call) string {
+		if a.chip() != a5 {
+			return "its backward is for A5, this is " + a.soc
+		}
+		return firstOf(refuseMaps(c, "q"), refuseGate(c))
+	},
+	run: func(r *run) {
+		s := r.windows()
+		to := r.maps(s)
+		if s.empty() {
+			return
+		}
+		dout := r.tokens("dout", core.BF16, s)
+		x := r.windowKDA(s, r.tokens("q", core.BF16, s), r.tokens("k", core.BF16, s), dout, true) // of which u is not read
+		hv, k, v := r.c.Size("HV"), r.c.Size("K"), r.c.Size("V")
+		dO := r.headMajor(dout)
+		// Of that stage only the part of v's gradient is wanted, which needs no states.
+		none, states := r.zeros(core.BF16, 1, hv, s.tokens, v), r.zeros(core.BF16, 1, s.nt, hv, k, v)
+		dAqk, local, dqRaw := r.temp(core.F32, 1, hv, s.tokens, chunk), r.temp(core.BF16, 1, hv, s.tokens, v), r.temp(core.F32, 1, hv, s.tokens, k)
+		r.exec(kdaBwdPrepare, flat(x.aqk, s), flat(none, s), flat(dO, s), flat(states, s), s.cu, s.chunks, r.scale(), chunk, false, flat(dAqk, s),
+			flat(local, s), flat(dqRaw, s))
+		r.eachWindow(s, to, func(cu []int64, to *core.Tensor) {
+			r.exec(preProcessBwd, x.qg, x.kg, x.w, dO, local, nil, x.gk, cu, r.scale(), chunk, to)
+		})
+	},
+}
