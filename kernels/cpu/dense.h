@@ -66,11 +66,12 @@ static int FN(finite)(const REAL *x, int ld, int rows) {
 }
 
 // ---------------------------------------------------------------- products
-// A register tile of m rows by nv vectors: C (+)= A B over k steps, a multiple of 4, with two requests to memory every 4 as long as there are any.
-INL void FN(tile)(int m, int nv, int add, int k, const REAL *A, ptrdiff_t sm, ptrdiff_t sk, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, prefetch *q) {
+// A register tile of m rows by nv vectors: C = I + A B over k steps, a multiple of 4, with requests to memory every 4 as long as there are any.
+INL void FN(tile)(int m, int nv, int k, const REAL *A, ptrdiff_t sm, ptrdiff_t sk, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, const REAL *I, ptrdiff_t ldi,
+	prefetch *q) {
 	FN(vec) a[8][3];
 	UNROLL for (int i = 0; i < m; i++)
-		UNROLL for (int z = 0; z < nv; z++) a[i][z] = add ? (FN(vec))VLD(C + i * ldc + z * VL) : (FN(vec)){0};
+		UNROLL for (int z = 0; z < nv; z++) a[i][z] = I ? (FN(vec))VLD(I + i * ldi + z * VL) : (FN(vec)){0};
 	for (int d = 0; d < k; d += 4) {
 		pf(q, 2);
 		UNROLL for (int u = 0; u < 4; u++) {
@@ -85,14 +86,14 @@ INL void FN(tile)(int m, int nv, int add, int k, const REAL *A, ptrdiff_t sm, pt
 	UNROLL for (int i = 0; i < m; i++)
 		UNROLL for (int z = 0; z < nv; z++) VST(C + i * ldc + z * VL, a[i][z]);
 }
-// C [m][n] (+)= A B, n a multiple of VW. Each panel of B's columns stays in the first cache while A's rows pass. Whatever the tiles, each
+// C [m][n] = I + A B, n a multiple of VW; I may be NULL or C. Each panel of B's columns stays in the first cache while A's rows pass. Whatever the tiles, each
 // number is one sum in the order of k. upper: only what lies on and above the diagonal is wanted.
-INL void FN(panels)(int m, int n, int k, const REAL *A, ptrdiff_t sm, ptrdiff_t sk, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, int add, int upper,
-	prefetch *q) {
+INL void FN(panels)(int m, int n, int k, const REAL *A, ptrdiff_t sm, ptrdiff_t sk, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, const REAL *I,
+	ptrdiff_t ldi, int upper, prefetch *q) {
 	enum { WIDE = RB == 8 ? 8 : 4 }; // rows of a tile three vectors wide
 #define TILE(rows, nv)                                                                                                                   \
 	{                                                                                                                                    \
-		FN(tile)(rows, nv, add, k, A + r * sm, sm, sk, B + c, ldb, C + r * ldc + c, ldc, q);                                              \
+		FN(tile)(rows, nv, k, A + r * sm, sm, sk, B + c, ldb, C + r * ldc + c, ldc, I ? I + r * ldi + c : NULL, ldi, q);                  \
 		r += rows;                                                                                                                       \
 	}
 #define PANEL(nv, high)                                                                                                                  \
@@ -114,14 +115,19 @@ INL void FN(panels)(int m, int n, int k, const REAL *A, ptrdiff_t sm, ptrdiff_t 
 #undef PANEL
 #undef TILE
 }
-// C (+)= A B with A's rows as they lie, and C (+)= A^T B; q: what to ask memory for meanwhile, or NULL
-NOINL void FN(product)(int m, int n, int k, const REAL *A, ptrdiff_t lda, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, int add, prefetch *q) {
-	prefetch none = {0};
-	FN(panels)(m, n, k, A, lda, 1, B, ldb, C, ldc, add, 0, q ? q : &none);
+// C = I + A B with A's rows as they lie; q: what to ask memory for meanwhile
+NOINL void FN(product_on)(int m, int n, int k, const REAL *A, ptrdiff_t lda, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, const REAL *I, ptrdiff_t ldi,
+	prefetch *q) {
+	FN(panels)(m, n, k, A, lda, 1, B, ldb, C, ldc, I, ldi, 0, q);
 }
+static void FN(product)(int m, int n, int k, const REAL *A, ptrdiff_t lda, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc) {
+	prefetch none = {0};
+	FN(product_on)(m, n, k, A, lda, B, ldb, C, ldc, NULL, 0, &none);
+}
+// C (+)= A^T B
 NOINL void FN(product_t)(int m, int n, int k, const REAL *A, ptrdiff_t lda, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc, int add, int upper, prefetch *q) {
 	prefetch none = {0};
-	FN(panels)(m, n, k, A, 1, lda, B, ldb, C, ldc, add, upper, q ? q : &none);
+	FN(panels)(m, n, k, A, 1, lda, B, ldb, C, ldc, add ? C : NULL, ldc, upper, q ? q : &none);
 }
 // C += A B where a zero of A counts for nothing, even against what is not finite
 NOINL void FN(product_sparse)(int m, int n, int k, const REAL *A, ptrdiff_t lda, const REAL *B, ptrdiff_t ldb, REAL *C, ptrdiff_t ldc) {

@@ -37,14 +37,16 @@ static void set_number_of(const gdnk_tensor *t, int64_t b, int64_t i, int64_t h,
 }
 
 // One stream of states, in right form. z is the same with V = 1 and its matrices transposed; absent tensors have dtype 0.
-typedef struct {
+typedef struct chain {
 	gdnk_tensor W, U, S, S0, ST, M, dS, dST, dM, dW, dU, dS0;
 	int64_t B, T, K, V, rows, active;
 	int reverse, exclusive;
 	int merge;             // W are composites, which may have overflowed where nothing meets them
 	int rescan;            // the backward computes the states itself
 	int stream;            // outputs do not fit the caches
+	int bwd;
 	int64_t blocks, block; // units a head, rows a unit
+	const struct chain *z; // what goes along in the same units
 } chain;
 
 typedef struct {
@@ -90,7 +92,7 @@ static gdnk_tensor as_row(gdnk_tensor t) {
 }
 static int coarse(const gdnk_tensor *t) { return size_of(t->dtype) == 2; }
 
-// The two streams of a call: their units run side by side.
+// The two streams of a call. Their units run side by side, or, where a unit is a whole head and z a matter of vectors, as one.
 typedef struct {
 	chain c;
 	void (*run)(void *, int64_t, char *);
@@ -101,13 +103,9 @@ static void stream_unit(void *ctx, int64_t unit, char *scratch) {
 	if (unit >= s->units) unit -= s++->units;
 	s->run(&s->c, unit, scratch);
 }
-static int run_streams(stream *s, int n) {
-	if (n == 1) s[1] = (stream){0};
-	return gdnk_parallel(s[0].units + s[1].units, s[0].scratch > s[1].scratch ? s[0].scratch : s[1].scratch, stream_unit, s);
-}
 static int larger_than_caches(const chain *c) { return tensor_bytes(&c->W) + tensor_bytes(&c->S) + tensor_bytes(&c->dW) + tensor_bytes(&c->dU) >= STREAM_BYTES; }
 // By matrix products. Rows of a state are independent, so a head is cut where there are few for the threads; its W is then read by each.
-static stream by_products(chain c, int bwd) {
+static stream by_products(chain c) {
 	const int64_t threads = gdnk_get_num_threads();
 	const int wide = c.W.dtype == GDNK_F64;
 	c.rows = c.rows ? c.rows : c.V;
@@ -117,15 +115,21 @@ static stream by_products(chain c, int bwd) {
 	if (c.blocks > (c.rows + 15) / 16) c.blocks = (c.rows + 15) / 16;
 	c.block = pad_to((c.rows + c.blocks - 1) / c.blocks, 8);
 	c.blocks = (c.rows + c.block - 1) / c.block;
-	return (stream){c, bwd ? (wide ? scan_bwd_frame64 : scan_bwd_frame32) : wide ? scan_fwd_frame64 : scan_fwd_frame32, c.B * c.blocks,
-		wide ? scan_scratch_frame64(&c, bwd) : scan_scratch_frame32(&c, bwd)};
+	return (stream){c, c.bwd ? (wide ? scan_bwd_frame64 : scan_bwd_frame32) : wide ? scan_fwd_frame64 : scan_fwd_frame32, c.B * c.blocks,
+		wide ? scan_scratch_frame64(&c) : scan_scratch_frame32(&c)};
 }
 // By products of a matrix and a vector
-static stream by_vectors(chain c, int bwd) {
+static stream by_vectors(chain c) {
 	const int wide = c.W.dtype == GDNK_F64;
 	c.stream = larger_than_caches(&c);
-	return (stream){c, bwd ? (wide ? vector_bwd_frame64 : vector_bwd_frame32) : wide ? vector_fwd_frame64 : vector_fwd_frame32, c.B,
-		wide ? vector_scratch_frame64(&c) : vector_scratch_frame32(&c)};
+	return (stream){c, wide ? vector_unit_frame64 : vector_unit_frame32, c.B, wide ? vector_scratch_frame64(&c, c.bwd) : vector_scratch_frame32(&c, c.bwd)};
+}
+static int run_streams(stream s[2], int two) {
+	if (!two) s[1] = (stream){0};
+	else if (s[0].c.blocks == 1 && (s[1].run == vector_unit_frame32 || s[1].run == vector_unit_frame64)) {
+		s[0].c.z = &s[1].c, s[0].scratch += s[1].scratch, s[1].units = 0;
+	}
+	return gdnk_parallel(s[0].units + s[1].units, s[0].scratch > s[1].scratch ? s[0].scratch : s[1].scratch, stream_unit, s);
 }
 
 #define SIZES .B = c->size[SZ_B], .T = c->size[SZ_T], .K = c->size[SZ_K]
@@ -138,13 +142,13 @@ static int op_frame_fwd(const gdnk_call *c) {
 	chain z = kv;
 	z.V = 1, z.W = GIVEN(Wz), z.U = as_row(GIVEN(uz)), z.S0 = as_row(GIVEN(initial_z)), z.S = as_row(GIVEN(z)), z.ST = as_row(GIVEN(final_z));
 	will_write(&GIVEN(S));
-	stream s[2] = {by_products(kv, 0), by_vectors(z, 0)};
-	return run_streams(s, z.W.dtype ? 2 : 1);
+	stream s[2] = {by_products(kv), by_vectors(z)};
+	return run_streams(s, z.W.dtype != 0);
 #undef GIVEN
 }
 static int op_frame_bwd(const gdnk_call *c) {
 #define GIVEN(name) TENSOR(frame_bwd, name)
-	const chain kv = {SIZES, DIRECTION(frame_bwd), .exclusive = INT(frame_bwd, exclusive), .V = c->size[SZ_V], .W = GIVEN(W), .U = GIVEN(U), .S = GIVEN(S),
+	const chain kv = {SIZES, DIRECTION(frame_bwd), .bwd = 1, .exclusive = INT(frame_bwd, exclusive), .V = c->size[SZ_V], .W = GIVEN(W), .U = GIVEN(U), .S = GIVEN(S),
 		.S0 = GIVEN(initial_state), .dS = GIVEN(dS), .dST = GIVEN(dfinal_state), .dW = GIVEN(dW), .dU = GIVEN(dU), .dS0 = GIVEN(dinitial_state),
 		.rescan = coarse(&GIVEN(S)) && GIVEN(U).dtype};
 	chain z = kv;
@@ -152,18 +156,18 @@ static int op_frame_bwd(const gdnk_call *c) {
 	z.dST = as_row(GIVEN(dfinal_z)), z.dW = GIVEN(dWz), z.dU = as_row(GIVEN(duz)), z.dS0 = as_row(GIVEN(dinitial_z));
 	z.rescan = coarse(&GIVEN(z)) && GIVEN(uz).dtype;
 	will_write(&GIVEN(dW)), will_write(&GIVEN(dU)), will_write(&GIVEN(dWz));
-	stream s[2] = {by_products(kv, 1), by_vectors(z, 1)};
-	return run_streams(s, z.W.dtype ? 2 : 1);
+	stream s[2] = {by_products(kv), by_vectors(z)};
+	return run_streams(s, z.W.dtype != 0);
 #undef GIVEN
 }
 static int op_frame_pullback(const gdnk_call *c) {
 #define GIVEN(name) TENSOR(frame_pullback, name)
-	const chain kv = {SIZES, DIRECTION(frame_pullback), .exclusive = INT(frame_pullback, exclusive), .V = c->size[SZ_V], .W = GIVEN(W), .dS = GIVEN(dS),
+	const chain kv = {SIZES, DIRECTION(frame_pullback), .bwd = 1, .exclusive = INT(frame_pullback, exclusive), .V = c->size[SZ_V], .W = GIVEN(W), .dS = GIVEN(dS),
 		.dS0 = GIVEN(dinitial_state)};
 	chain z = kv;
 	z.V = 1, z.W = GIVEN(Wz), z.dS = as_row(GIVEN(dz)), z.dS0 = as_row(GIVEN(dinitial_z));
-	stream s[2] = {by_products(kv, 1), by_vectors(z, 1)};
-	return run_streams(s, z.W.dtype && z.dS0.dtype ? 2 : 1);
+	stream s[2] = {by_products(kv), by_vectors(z)};
+	return run_streams(s, z.W.dtype && z.dS0.dtype);
 #undef GIVEN
 }
 static int op_frame_summary_fwd(const gdnk_call *c) {
@@ -173,20 +177,20 @@ static int op_frame_summary_fwd(const gdnk_call *c) {
 	if (z.W.dtype) z.W = swapped(z.W, 2, 3);
 	if (z.M.dtype) z.M = swapped(z.M, 1, 2);
 	kv.rows = kv.V + (kv.M.dtype ? kv.K : 0), z.rows = 1 + (z.M.dtype ? z.K : 0);
-	stream s[2] = {by_products(kv, 0), by_products(z, 0)};
-	return run_streams(s, z.W.dtype ? 2 : 1);
+	stream s[2] = {by_products(kv), by_products(z)};
+	return run_streams(s, z.W.dtype != 0);
 #undef GIVEN
 }
 static int op_frame_summary_bwd(const gdnk_call *c) {
 #define GIVEN(name) TENSOR(frame_summary_bwd, name)
-	chain kv = {SIZES, DIRECTION(frame_summary_bwd), .V = c->size[SZ_V], .W = GIVEN(W), .U = GIVEN(U), .dST = GIVEN(dh), .dM = GIVEN(dM), .dW = GIVEN(dW), .dU = GIVEN(dU)}, z = kv;
+	chain kv = {SIZES, DIRECTION(frame_summary_bwd), .bwd = 1, .V = c->size[SZ_V], .W = GIVEN(W), .U = GIVEN(U), .dST = GIVEN(dh), .dM = GIVEN(dM), .dW = GIVEN(dW), .dU = GIVEN(dU)}, z = kv;
 	z.V = 1, z.W = GIVEN(Wz), z.U = as_row(GIVEN(uz)), z.dST = as_row(GIVEN(dhz)), z.dM = GIVEN(dMz), z.dW = GIVEN(dWz), z.dU = as_row(GIVEN(duz));
 	if (z.W.dtype) z.W = swapped(z.W, 2, 3);
 	if (z.dM.dtype) z.dM = swapped(z.dM, 1, 2);
 	if (z.dW.dtype) z.dW = swapped(z.dW, 2, 3);
 	kv.rows = kv.V + kv.K, z.rows = 1 + z.K, kv.rescan = z.rescan = 1;
-	stream s[2] = {by_products(kv, 1), by_products(z, 1)};
-	return run_streams(s, z.W.dtype ? 2 : 1);
+	stream s[2] = {by_products(kv), by_products(z)};
+	return run_streams(s, z.W.dtype != 0);
 #undef GIVEN
 }
 // Composites come as gathered, the parts outermost.
@@ -198,13 +202,13 @@ static int op_frame_merge_fwd(const gdnk_call *c) {
 	chain z = kv;
 	z.V = 1, z.W = part_inside(GIVEN(Mz)), z.U = as_row(part_inside(GIVEN(hz))), z.S0 = as_row(GIVEN(initial_z)), z.S = as_row(part_inside(GIVEN(z)));
 	if (z.W.dtype) z.W = swapped(z.W, 2, 3);
-	stream s[2] = {by_products(kv, 0), by_products(z, 0)};
-	return run_streams(s, z.W.dtype ? 2 : 1);
+	stream s[2] = {by_products(kv), by_products(z)};
+	return run_streams(s, z.W.dtype != 0);
 #undef GIVEN
 }
 static int op_frame_merge_bwd(const gdnk_call *c) {
 #define GIVEN(name) TENSOR(frame_merge_bwd, name)
-	const chain kv = {SIZES, .active = c->size[SZ_T], .reverse = INT(frame_merge_bwd, reverse), .merge = 1, .V = c->size[SZ_V], .W = part_inside(GIVEN(M)),
+	const chain kv = {SIZES, .active = c->size[SZ_T], .reverse = INT(frame_merge_bwd, reverse), .merge = 1, .bwd = 1, .V = c->size[SZ_V], .W = part_inside(GIVEN(M)),
 		.S = part_inside(GIVEN(S)), .S0 = GIVEN(initial_state), .dS = part_inside(GIVEN(dS)), .dW = part_inside(GIVEN(dM)), .dU = part_inside(GIVEN(dh)),
 		.dS0 = GIVEN(dinitial_state)};
 	chain z = kv;
@@ -212,8 +216,8 @@ static int op_frame_merge_bwd(const gdnk_call *c) {
 	z.dW = part_inside(GIVEN(dMz)), z.dU = as_row(part_inside(GIVEN(dhz))), z.dS0 = as_row(GIVEN(dinitial_z));
 	if (z.W.dtype) z.W = swapped(z.W, 2, 3);
 	if (z.dW.dtype) z.dW = swapped(z.dW, 2, 3);
-	stream s[2] = {by_products(kv, 1), by_products(z, 1)};
-	return run_streams(s, z.W.dtype ? 2 : 1);
+	stream s[2] = {by_products(kv), by_products(z)};
+	return run_streams(s, z.W.dtype != 0);
 #undef GIVEN
 }
 

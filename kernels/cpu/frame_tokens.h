@@ -99,9 +99,9 @@ static void FN(build_bwd)(void *ctx, int64_t unit, char *p) {
 		FN(numbers_in)(beta, at(frame_tokens(&c->beta, b, t, h), r), n);
 		FN(load)(k, ld, at(frame_tokens(&c->k, b, t, h), r), n, n, K);
 		FN(load)(v, lv, at(frame_tokens(&c->v, b, t, h), r), n, n, V);
-		FN(product)(n, KP, KP, k, ld, W, ld, y, ld, 0, NULL);
-		FN(product)(n, KP, VP, v, lv, U, ld, x, ld, 0, NULL);
-		FN(product)(n, VP, KP, k, ld, Ut, lv, dv, lv, 0, NULL);
+		FN(product)(n, KP, KP, k, ld, W, ld, y, ld);
+		FN(product)(n, KP, VP, v, lv, U, ld, x, ld);
+		FN(product)(n, VP, KP, k, ld, Ut, lv, dv, lv);
 		for (int i = 0; i < n; i++) {
 			const REAL ky = FN(dot)(k + i * ld, y + i * ld, KP);
 			dbeta[i] = FN(dot)(k + i * ld, x + i * ld, KP) - decay * ky / 2;
@@ -113,7 +113,7 @@ static void FN(build_bwd)(void *ctx, int64_t unit, char *p) {
 		FN(store)(dv, lv, at(frame_tokens(&c->dv, b, t, h), r), n, V, c->stream);
 		if (c->kz.dtype) {
 			FN(load)(k, ld, at(frame_tokens(&c->kz, b, t, h), r), n, n, K);
-			if (c->dWz.dtype) FN(product)(n, KP, KP, k, ld, Wz, ld, y, ld, 0, NULL);
+			if (c->dWz.dtype) FN(product)(n, KP, KP, k, ld, Wz, ld, y, ld);
 			else FN(zero)(y, ld, n);
 			for (int i = 0; i < n; i++) {
 				const REAL ky = FN(dot)(k + i * ld, y + i * ld, KP);
@@ -142,7 +142,7 @@ static void FN(project_fwd)(void *ctx, int64_t unit, char *p) {
 	for (int64_t r = 0; r < c->R; r += TOKENS) {
 		const int n = c->R - r < TOKENS ? c->R - r : TOKENS;
 		FN(load)(q, ld, at(frame_tokens(&c->k, b, t, h), r), n, n, K);
-		FN(product)(n, VP, KP, q, ld, S, lv, o, lv, 0, NULL);
+		FN(product)(n, VP, KP, q, ld, S, lv, o, lv);
 		FN(store)(o, lv, at(frame_tokens(&c->num, b, t, h), r), n, V, c->stream);
 		if (!c->den.dtype) continue;
 		FN(load)(q, ld, at(frame_tokens(&c->qz, b, t, h), r), n, n, K);
@@ -166,7 +166,7 @@ static void FN(project_bwd)(void *ctx, int64_t unit, char *p) {
 		const int n = c->R - r < TOKENS ? c->R - r : TOKENS, some = pad_to(n, 4);
 		FN(load)(q, ld, at(frame_tokens(&c->k, b, t, h), r), n, some, K);
 		FN(load)(o, lv, at(frame_tokens(&c->dnum, b, t, h), r), n, some, V);
-		FN(product)(n, KP, VP, o, lv, S, ld, dq, ld, 0, NULL);
+		FN(product)(n, KP, VP, o, lv, S, ld, dq, ld);
 		FN(product_t)(V, KP, some, o, lv, q, ld, dS, ld, 1, 0, NULL);
 		FN(store)(dq, ld, at(frame_tokens(&c->dk, b, t, h), r), n, K, c->stream);
 		if (!c->qz.dtype) continue;
