@@ -7,7 +7,7 @@ var (
 	convX        = TensorArg{Name: "x", Role: In, Rule: Io, Dims: "B T D", Doc: "input, any strides; channels that lie side by side are fastest"}
 	convWeight   = TensorArg{Name: "weight", Role: In, Rule: Float, Dims: "D W", Doc: "a filter for each channel, the last tap for the token itself"}
 	convBias     = TensorArg{Name: "bias", Role: OptIn, Rule: Float, Dims: "D", Doc: "NULL: 0"}
-	convResidual = TensorArg{Name: "residual", Role: OptIn, Rule: Same, Like: "x", Dims: "B T D", Doc: "added to the activated output; its gradient is dout"}
+	convResidual = TensorArg{Name: "residual", Role: OptIn, Rule: Same, Like: "x", Dims: "B T D", Doc: "added to the activated output; NULL: 0"}
 	convH0       = TensorArg{Name: "initial_state", Role: OptIn, Rule: Float, Dims: "N D S", Doc: "the S inputs before each sequence's first, the latest last: the end of the sequence so far, or the halo from the shard before; NULL: 0"}
 
 	convNumbers = []NumberArg{
@@ -34,12 +34,13 @@ var convFwd = &Op{
 var convBwd = &Op{
 	Name: "conv_bwd",
 	Doc:  "Gradients of gdn_conv_fwd.",
-	Tensors: []TensorArg{convX, convWeight, convBias, convH0, argCu,
+	Tensors: []TensorArg{convX, convWeight, convBias, convResidual, convH0, argCu,
 		{Name: "dout", Role: In, Rule: Float, Dims: "B T D", Doc: "gradient of y"},
 		{Name: "dht", Role: OptIn, Rule: Float, Dims: "N D S", Doc: "gradient of final_state; NULL: 0"},
 		{Name: "dx", Role: Out, Rule: Same, Like: "x", Dims: "B T D", Doc: "gradient of x"},
 		{Name: "dweight", Role: Out, Rule: Acc, Dims: "D W", With: "weight", Doc: "gradient of weight"},
 		{Name: "dbias", Role: OptOut, Rule: Acc, Dims: "D", With: "bias", Doc: "gradient of bias"},
+		{Name: "dresidual", Role: OptOut, Rule: Same, Like: "residual", Dims: "B T D", With: "residual", Doc: "gradient of residual: dout, zero in rows of no sequence"},
 		{Name: "dh0", Role: OptOut, Rule: Acc, Dims: "N D S", With: "initial_state", Doc: "gradient of initial_state"}},
 	Numbers: convNumbers,
 	Derived: convSizes,

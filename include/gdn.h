@@ -1647,7 +1647,7 @@ typedef struct gdn_conv_fwd_args {
 	const DLTensor *weight;
 	// In, optional: [D] float. NULL: 0
 	const DLTensor *bias;
-	// In, optional: [B T D] as x. Added to the activated output; its gradient is dout
+	// In, optional: [B T D] as x. Added to the activated output; NULL: 0
 	const DLTensor *residual;
 	// In, optional: [N D S] float. The S inputs before each sequence's first, the latest last: the end of the
 	// sequence so far, or the halo from the shard before; NULL: 0
@@ -1680,6 +1680,8 @@ typedef struct gdn_conv_bwd_args {
 	const DLTensor *weight;
 	// In, optional: [D] float. NULL: 0
 	const DLTensor *bias;
+	// In, optional: [B T D] as x. Added to the activated output; NULL: 0
+	const DLTensor *residual;
 	// In, optional: [N D S] float. The S inputs before each sequence's first, the latest last: the end of the
 	// sequence so far, or the halo from the shard before; NULL: 0
 	const DLTensor *initial_state;
@@ -1696,6 +1698,9 @@ typedef struct gdn_conv_bwd_args {
 	DLTensor *dweight;
 	// Out, optional, only with bias: [D] float32, or float64 if x is. Gradient of bias
 	DLTensor *dbias;
+	// Out, optional, only with residual: [B T D] as residual. Gradient of residual: dout, zero in rows of no
+	// sequence
+	DLTensor *dresidual;
 	// Out, optional, only with initial_state: [N D S] float32, or float64 if x is. Gradient of initial_state
 	DLTensor *dh0;
 	// 0 or 1: y = z sigmoid(z)

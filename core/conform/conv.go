@@ -72,7 +72,7 @@ func convCases(short bool) []*solo {
 		add("long", func(c *solo) { c.Size["T"], c.Size["D"], c.Size["B"], c.Size["W"] = 33000, 1, 2, 3 })
 		add("state longer than the sequence", func(c *solo) { c.Give, c.Size["T"], c.Numbers["state_len"] = everything, 5, 20 })
 		add("final state without initial", func(c *solo) { c.Give, c.Size["T"] = everything[3:], 2 })
-		add("few outputs", func(c *solo) { c.Give, c.Unwanted = everything, []string{"final_state", "dbias", "dh0"} })
+		add("few outputs", func(c *solo) { c.Give, c.Unwanted = everything, []string{"final_state", "dbias", "dresidual", "dh0"} })
 		for _, cu := range [][]int{{0, 5, 5, 9}, {0, 0, 1, 2, 3, 40, 40}, {0}, {0, 0}, {0, 31, 32, 63}, {0, 500, 515, 1100}} {
 			for i, d := range []core.DType{core.F32, core.BF16, core.F16, core.F64} {
 				if i > 0 && short {
@@ -110,7 +110,7 @@ func convCases(short bool) []*solo {
 				}
 				c.Layouts, c.Skew = map[string]layout{}, r.IntN(16)
 				for _, name := range []string{"x", "weight", "bias", "residual", "initial_state", "cu_seqlens", "y", "final_state", "dout", "dht", "dx", "dweight",
-					"dbias", "dh0"} {
+					"dbias", "dresidual", "dh0"} {
 					if r.IntN(3) == 0 {
 						c.Layouts[name] = []layout{plain, heads, gaps, rows, reversed, broadcast, across}[r.IntN(7)]
 					}

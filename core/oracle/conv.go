@@ -73,6 +73,7 @@ func convForward(p *Plain) Tensors {
 func convBackward(p *Plain) Tensors {
 	D, W, S := int(p.Size["D"]), int(p.Size["W"]), int(p.Size["S"])
 	grad := Tensors{"dx": make([]float64, len(p.In["x"])), "dweight": make([]float64, D*W), "dbias": make([]float64, D), "dh0": make([]float64, int(p.Size["N"])*D*S)}
+	grad["dresidual"] = make([]float64, len(p.In["x"]))
 	p.each(func(c *convolution, n, d int) {
 		din := make([]float64, len(c.in))
 		if dht := p.In["dht"]; dht != nil {
@@ -80,6 +81,7 @@ func convBackward(p *Plain) Tensors {
 		}
 		for i := c.S; i < len(c.in); i++ {
 			dz := p.In["dout"][c.at[i]]
+			grad["dresidual"][c.at[i]] = dz
 			if p.Numbers["silu"] != 0 {
 				z := c.z(i)
 				dz *= sigmoid(z) + z*sigmoid(z)*sigmoid(-z)

@@ -7,7 +7,7 @@
 enum { CONV_ROWS = 16, CONV_COLS = 256, CONV_COLS_BWD = 128, CONV_UNIT = 512 };
 
 typedef struct {
-	gdnk_tensor x, weight, bias, residual, h0, cu, y, ht, dout, dht, dx, dw, dbias, dh0; // absent: dtype 0
+	gdnk_tensor x, weight, bias, residual, h0, cu, y, ht, dout, dht, dx, dw, dbias, dresidual, dh0; // absent: dtype 0
 	int64_t B, T, D, W, N, S, dil, reach; // reach: rows before a token that it needs
 	int silu, stream;
 	int64_t tokens, unit, cols, groups; // tokens and channels of a unit, groups of channels
@@ -202,6 +202,7 @@ static void conv_bwd_unit(void *ctx, int64_t unit, char *base) {
 			if (m) {
 				conv_load(s, xt, ld, n, &q, t, m, first, cols);
 				conv_rows_in(dzt, ld, channels(&s->dout, q.b, q.t0 + t, first), m, cols);
+				if (s->dresidual.dtype && own) rows_out(dzt, ld, channels(&s->dresidual, q.b, q.t0 + t, first), own, cols, s->stream);
 				conv_rows_bwd(s->W, s->silu, dzt, x, s->dil * ld, w, bias, dw, ld, m, own);
 				if ((summed += own) >= CONV_UNIT) { // fp32 sums over so many tokens only
 					for (int k = 0; k <= s->W; k++) add_row(sums + k * s->D, dw + k * ld, cols);
@@ -232,7 +233,10 @@ static void conv_bwd_unit(void *ctx, int64_t unit, char *base) {
 	}
 	for (int k = 0; k <= s->W; k++) add_row(sums + k * s->D, dw + k * ld, cols);
 	memset(dx, 0, sizeof *dx * ld);
-	for (; row < to; row++) rows_out(dx, ld, channels(&s->dx, row / s->T, row % s->T, first), 1, cols, 0); // of no sequence
+	for (; row < to; row++) { // of no sequence
+		rows_out(dx, ld, channels(&s->dx, row / s->T, row % s->T, first), 1, cols, 0);
+		if (s->dresidual.dtype) rows_out(dx, ld, channels(&s->dresidual, row / s->T, row % s->T, first), 1, cols, 0);
+	}
 	stream_fence();
 	restore_denormals(fp);
 }
@@ -296,14 +300,17 @@ static void conv_channel_f64(void *ctx, int64_t d, char *base) {
 			}
 			if (s->dht.dtype && t >= q.len - s->S) a += ld1(state_row(&s->dht, n, t - q.len + s->S, d).p, s->dht.dtype, 0);
 			st1(channels(&s->dx, q.b, q.t0 + t, d).p, s->dx.dtype, 0, a);
+			if (s->dresidual.dtype) st1(channels(&s->dresidual, q.b, q.t0 + t, d).p, s->dresidual.dtype, 0, ld1(channels(&s->dout, q.b, q.t0 + t, d).p, s->dout.dtype, 0));
 			const double dz = conv_dz_f64(s, n, &q, t, d);
 			for (int64_t w = 0; w < s->W; w++) s->sums[w * s->D + d] += dz * input_f64(s, n, &q, t - (s->W - 1 - w) * s->dil, d);
 			s->sums[s->W * s->D + d] += dz;
 		}
 	}
 	const sequence q = s->cu.dtype && s->N ? conv_sequence(s, s->N - 1) : (sequence){0};
-	const gdnk_tensor *t = s->dx.dtype ? &s->dx : &s->y;
-	for (int64_t i = q.t0 + q.len; s->cu.dtype && i < s->T; i++) st1(channels(t, 0, i, d).p, t->dtype, 0, 0);
+	const gdnk_tensor *rest[] = {&s->y, &s->dx, &s->dresidual};
+	for (int64_t i = q.t0 + q.len; s->cu.dtype && i < s->T; i++)
+		for (int k = 0; k < 3; k++)
+			if (rest[k]->dtype) st1(channels(rest[k], 0, i, d).p, rest[k]->dtype, 0, 0);
 }
 
 static void conv_setup(conv_call *s, const int64_t *size, int64_t cols) {
@@ -328,7 +335,7 @@ static int op_conv_fwd(const gdnk_call *c) {
 static int op_conv_bwd(const gdnk_call *c) {
 	conv_call s = {.x = TENSOR(conv_bwd, x), .weight = TENSOR(conv_bwd, weight), .bias = TENSOR(conv_bwd, bias), .h0 = TENSOR(conv_bwd, initial_state),
 		.cu = TENSOR(conv_bwd, cu_seqlens), .dout = TENSOR(conv_bwd, dout), .dht = TENSOR(conv_bwd, dht), .dx = TENSOR(conv_bwd, dx), .dw = TENSOR(conv_bwd, dweight),
-		.dbias = TENSOR(conv_bwd, dbias), .dh0 = TENSOR(conv_bwd, dh0), .silu = INT(conv_bwd, silu), .dil = INT(conv_bwd, dilation), .S = INT(conv_bwd, state_len)};
+		.dbias = TENSOR(conv_bwd, dbias), .dresidual = TENSOR(conv_bwd, dresidual), .dh0 = TENSOR(conv_bwd, dh0), .silu = INT(conv_bwd, silu), .dil = INT(conv_bwd, dilation), .S = INT(conv_bwd, state_len)};
 	conv_setup(&s, c->size, CONV_COLS_BWD);
 	s.stream = 2 * tensor_bytes(&s.dx) >= STREAM_BYTES;
 	will_write(&s.dx);

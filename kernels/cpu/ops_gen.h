@@ -263,9 +263,9 @@ enum { N_conv_fwd_silu, N_conv_fwd_dilation, N_conv_fwd_state_len, N_conv_fwd_co
 enum { D_conv_fwd_S = SZ_count };
 
 // gdn_conv_bwd: tensors, numbers, derived sizes (indices into size[]).
-enum { T_conv_bwd_x, T_conv_bwd_weight, T_conv_bwd_bias, T_conv_bwd_initial_state, T_conv_bwd_cu_seqlens,
-       T_conv_bwd_dout, T_conv_bwd_dht, T_conv_bwd_dx, T_conv_bwd_dweight, T_conv_bwd_dbias, T_conv_bwd_dh0,
-       T_conv_bwd_count };
+enum { T_conv_bwd_x, T_conv_bwd_weight, T_conv_bwd_bias, T_conv_bwd_residual, T_conv_bwd_initial_state,
+       T_conv_bwd_cu_seqlens, T_conv_bwd_dout, T_conv_bwd_dht, T_conv_bwd_dx, T_conv_bwd_dweight, T_conv_bwd_dbias,
+       T_conv_bwd_dresidual, T_conv_bwd_dh0, T_conv_bwd_count };
 enum { N_conv_bwd_silu, N_conv_bwd_dilation, N_conv_bwd_state_len, N_conv_bwd_count };
 enum { D_conv_bwd_S = SZ_count };
 

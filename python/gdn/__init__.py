@@ -10,12 +10,14 @@ from ._lib import get_num_threads, set_num_threads
 from ._ops import VERSION as __version__
 
 _TORCH = ("chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda",
-          "fused_recurrent_kda_fwd", "fused_recurrent_gated_delta_rule_fwd", "fused_gdn_gate", "fused_kda_gate", "l2norm", "frame")
+          "fused_recurrent_kda_fwd", "fused_recurrent_gated_delta_rule_fwd", "causal_conv1d",
+          "fused_gdn_gate", "fused_kda_gate", "l2norm", "frame")
 
 __all__ = [*_TORCH, "get_num_threads", "set_num_threads", "__version__"]
 
 if importlib.util.find_spec("torch") is not None:
     from . import frame
+    from .convolution import causal_conv1d
     from .delta_rule import chunk_gated_delta_rule, chunk_gdn, fused_recurrent_gated_delta_rule, fused_recurrent_gdn
     from .gates import fused_gdn_gate, fused_kda_gate
     from .kda import chunk_kda, fused_recurrent_kda

@@ -1881,7 +1881,7 @@ OPS = (
              "doc": "NULL: 0"},
             {"name": "residual", "role": "opt_in", "rule": "same", "like": "x", "dims": "B T D",
              "state": False, "host": False, "with": "", "want": "",
-             "doc": "added to the activated output; its gradient is dout"},
+             "doc": "added to the activated output; NULL: 0"},
             {"name": "initial_state", "role": "opt_in", "rule": "float", "like": "", "dims": "N D S",
              "state": False, "host": False, "with": "", "want": "",
              "doc": "the S inputs before each sequence's first, the latest last: the end of the sequence so far, or "
@@ -1923,6 +1923,9 @@ OPS = (
             {"name": "bias", "role": "opt_in", "rule": "float", "like": "", "dims": "D",
              "state": False, "host": False, "with": "", "want": "",
              "doc": "NULL: 0"},
+            {"name": "residual", "role": "opt_in", "rule": "same", "like": "x", "dims": "B T D",
+             "state": False, "host": False, "with": "", "want": "",
+             "doc": "added to the activated output; NULL: 0"},
             {"name": "initial_state", "role": "opt_in", "rule": "float", "like": "", "dims": "N D S",
              "state": False, "host": False, "with": "", "want": "",
              "doc": "the S inputs before each sequence's first, the latest last: the end of the sequence so far, or "
@@ -1946,6 +1949,9 @@ OPS = (
             {"name": "dbias", "role": "opt_out", "rule": "acc", "like": "", "dims": "D",
              "state": False, "host": False, "with": "bias", "want": "",
              "doc": "gradient of bias"},
+            {"name": "dresidual", "role": "opt_out", "rule": "same", "like": "residual", "dims": "B T D",
+             "state": False, "host": False, "with": "residual", "want": "",
+             "doc": "gradient of residual: dout, zero in rows of no sequence"},
             {"name": "dh0", "role": "opt_out", "rule": "acc", "like": "", "dims": "N D S",
              "state": False, "host": False, "with": "initial_state", "want": "",
              "doc": "gradient of initial_state"},

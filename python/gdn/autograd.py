@@ -28,9 +28,6 @@ PAIRS = {
     "frame_project_fwd": ("frame_project_bwd", {"dnum": "num", "dden": "den"}),
 }
 
-# forward: {an input that is added to an output: that output, whose gradient is the input's too}
-ADDED = {"conv_fwd": {"residual": "y"}}
-
 # forward: {an input that the backward needs only where this output has 16 bits: that output}
 SPARED = {"frame_fwd": {"U": "S", "uz": "z"}}
 
@@ -57,7 +54,6 @@ def _differentiable(row, backward_row, upstream):
     # The output of the backward by the input that it is the gradient of: [(position in the outputs, position of the input)].
     gradients = [(i, names.index(t["name"][1:] if t["name"][1:] in names else t["with"] or t["like"]))
                  for i, t in enumerate(library.outputs(backward_row))]
-    added = [(names.index(i), results.index(o)) for i, o in ADDED.get(row["name"], {}).items()]
     # What the backward takes, by position: ("saved", i) from the forward's inputs and then its results, ("grad", i) of the forward's outputs.
     kept = [i for i, name in enumerate(results) if name in [t["name"] for t in library.inputs(backward_row)] and name not in names]
     saved_names = names + [results[i] for i in kept]
@@ -102,9 +98,6 @@ def _differentiable(row, backward_row, upstream):
             for i, position in gradients:
                 if ctx.needs_input_grad[position + 1]:
                     answer[position + 1] = made[i].to(ctx.dtypes[position])
-            for position, i in added:
-                if ctx.needs_input_grad[position + 1] and grads[i] is not None:
-                    answer[position + 1] = grads[i].to(ctx.dtypes[position])
             return tuple(answer)
 
     Function.__name__ = Function.__qualname__ = f"gdn_{row['name']}"
