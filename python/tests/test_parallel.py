@@ -440,3 +440,29 @@ def test_contexts_of_fla():
         return {"o": o.detach(), **{"d" + name: d for name, d in zip(leaves, gradients)}}
 
     case.hold(case.together(simulate(3, work)[0]))
+
+
+# The layouts on which flash-linear-attention tests its context parallelism.
+FLA = [(2, [3000, 4000, 3240]), (2, [5120, 5120]), (4, [7000, 3240]), (4, [10240]), (2, [1000, 1500, 2000, 2500, 1240, 1000, 1000]), (8, [65536])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("P, documents", FLA)
+def test_layouts_of_fla(rule, P, documents):
+    """Against one process: Gated DeltaNet with two value heads for each key head, Kimi Delta Attention with keys that are nearly parallel, the
+    gate in the kernel, and amplitudes that differ from head to head."""
+    T = sum(documents)
+    offsets = [sum(documents[:i]) for i in range(len(documents) + 1)]
+    H, D = (2, 64) if rule == "gdn" or T > 20000 else (4, 128)
+    case = Case(rule, offsets, [T // P] * P, H=H, HV=4, K=D, V=D, dtype=torch.float32, gate="log" if rule == "gdn" else "bound", states=False,
+                final=False, use_qk_l2norm_in_kernel=True)
+    if rule == "kda":
+        case.tensors["q"] += 1
+        case.tensors["k"] = torch.randn_like(case.tensors["k"]) * 10 - 50
+        case.tensors["A_log"] = torch.linspace(1, 8, 4).log()
+    found = case.together(simulate(P, lambda transport: case.run(on_thread(transport, "auto")))[0])
+    case.lengths = [T]
+    alone = case.together(simulate(1, lambda transport: case.run(on_thread(transport, "auto")))[0])
+    for name, t in alone.items():
+        reference.check(name, t, found[name])

@@ -96,3 +96,11 @@ def test_halo_refuses(arguments, message):
         assert message in str(caught.value)
 
     assert not simulate(2, work)[1].sent
+
+
+@pytest.mark.parametrize("P, documents", [
+    (2, [300, 400, 324]), (2, [512, 512]), (2, [100, 150, 200, 250, 124, 100, 100]), (2, [513, 511]), (2, [514, 510]), (2, [200, 313, 511]),
+    (2, [512, 1, 511]), (4, [700, 324]), (4, [1024]), (4, [257, 255, 257, 255]), (4, [257, 253, 257, 257]),
+])
+def test_layouts_of_fla(P, documents):
+    check([sum(documents[:i]) for i in range(len(documents) + 1)], [1024 // P] * P, 4, D=8)
