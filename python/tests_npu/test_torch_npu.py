@@ -138,6 +138,7 @@ def test_dlpack_capsules_carry_device_type_12():
         x.__dlpack_device__()
 
 
+@pytest.mark.skipif(torch_npu.__version__ == "2.8.0", reason="torch_npu 2.8.0 has neither operator")
 @pytest.mark.parametrize("seed", range(4))
 def test_stock_chunk_operator(seed):
     """torch_npu's own call of aclnnChunkGatedDeltaRule: the argument list is the one that the fake declares, the values are the reference's."""
@@ -148,8 +149,6 @@ def test_stock_chunk_operator(seed):
     q, k = (torch.nn.functional.normalize(torch.randn(T, HK, D), dim=-1).to(bf16) for _ in range(2))
     v, beta, g = torch.randn(T, HK * G, D).to(bf16), torch.rand(T, HK * G).to(bf16), -torch.rand(T, HK * G)
     h0 = torch.randn(3, HK * G, D, D).to(bf16)
-    if not hasattr(torch.ops.npu, "npu_chunk_gated_delta_rule"):
-        pytest.skip("this torch_npu has no npu_chunk_gated_delta_rule")
     o, last = torch.ops.npu.npu_chunk_gated_delta_rule(q.npu(), k.npu(), v.npu(), beta=beta.npu(), initial_state=h0.npu(),
                                                        actual_seq_lengths=lengths.int().npu(), scale=0.3, g=g.npu() if seed else None)
     start = 0
@@ -171,6 +170,7 @@ def elsewhere(code, **environment):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(torch_npu.__version__ == "2.8.0", reason="torch_npu 2.8.0 has neither operator")
 def test_stock_recurrent_operator():
     """In another process: once libgdn has told CANN where fla-npu lies, torch_npu finds that package's operator of the same name."""
     elsewhere("import test_torch_npu as t\nfor seed in range(4): t.stock_recurrent_operator(seed)")
