@@ -109,7 +109,7 @@ func TestHeaderAlone(t *testing.T) {
 
 func TestPrograms(t *testing.T) {
 	dir := filepath.Dir(library(t))
-	for _, name := range []string{"ops", "bad", "frame", "threads"} {
+	for _, name := range []string{"ops", "bad", "frame", "stage", "threads"} {
 		t.Run(name, func(t *testing.T) {
 			run(t, compile(t, name, "-L"+dir, "-lgdn", "-lm", "-lpthread", "-Wl,-rpath,"+dir))
 		})

@@ -45,6 +45,10 @@ static void FN(rows64_out)(const REAL *s, int ld, const gdnk_tensor *t, const pl
 static REAL FN(number)(const gdnk_tensor *t, const place *c, int64_t h, int i) {
 	return ld1(token_view(t, c->q.b, c->q.t0 + c->t + i, h).p, t->dtype, 0);
 }
+static REAL FN(effective_beta)(const scan *s, const place *c, int64_t hv, int i) {
+	const REAL b = s->beta.dtype ? FN(number)(&s->beta, c, hv, i) : 1;
+	return s->beta_sigmoid ? s->beta_max / (1 + FN(exp1)(-b)) : b;
+}
 static void FN(number_out)(const gdnk_tensor *t, const place *c, int64_t h, int i, REAL x) {
 	if (t->dtype) st1(token_view(t, c->q.b, c->q.t0 + c->t + i, h).p, t->dtype, 0, x);
 }
@@ -228,10 +232,8 @@ static void FN(prepare_unit)(void *ctx, int64_t unit, char *base) {
 		FN(raw_decays)(m, &w, &c, hv, 1, 0);
 		if (s->channels) FN(rows64_out)(w.cum, KP, &m->gk, &c, hv, K);
 		for (int i = 0; i < n; i++) {
-			REAL b = s->beta.dtype ? FN(number)(&s->beta, &c, hv, i) : 1;
-			if (s->beta_sigmoid) b = s->beta_max / (1 + FN(exp1)(-b));
-			w.beta[i] = b;
-			FN(number_out)(&m->beta_eff, &c, hv, i, b);
+			w.beta[i] = FN(effective_beta)(s, &c, hv, i);
+			FN(number_out)(&m->beta_eff, &c, hv, i, w.beta[i]);
 			if (!s->channels) FN(number_out)(&m->sum, &c, hv, i, w.cum[i * KP]);
 		}
 		FN(products)(s, &w);

@@ -1,57 +1,75 @@
 // Affine maps of states in REAL (float or double): the reverse scan that gives the backward map, and maps applied one after the other.
 // Included once for each REAL, behind mm.h.
 
-// The reverse scan with K more columns, which start at the identity and see no output gradient: per token, D the gradient of the state,
-//     D += scale q dO^T      D <- diag(a) (D - k (beta D^T k)^T)
-INL void FN(back_columns)(const FN(token) *w, REAL scale, int K, ptrdiff_t ld, REAL *D, const REAL *dout, int n) {
-	FN(vr) acc[4] = {0}, o[4];
-	if (dout) UNROLL for (int z = 0; z < n; z++) o[z] = MLD(dout + z * MVR) * scale;
-	for (int d = 0; d < K; d++) {
-		const REAL k = w->k[d], q = w->q[d];
-		UNROLL for (int z = 0; z < n; z++) {
-			FN(vr) u = MLD(D + d * ld + z * MVR);
-			if (dout) {
-				u += q * o[z];
-				MST(D + d * ld + z * MVR, u);
+// The reverse scan with K more columns, which start at the identity and see no output gradient. Per chunk, D the gradient behind it, with the
+// rows and pairs of chunk64.h:
+//     Y = (k d) D + scale QK^T dO      m_i = -beta_i (Y_i + sum_{j>i} KK_ji m_j)      D <- b_last D + scale (q b)^T dO + (k b)^T m
+static int64_t FN(back_scratch)(const scan *s, FN(work) *w, REAL **D, REAL **Y, char *base) {
+	char *p = base + FN(work_scratch)(s, w, base);
+	*D = FN(take)(&p, s->K * (s->VP + s->KP + APART));
+	*Y = FN(take)(&p, CH * (s->VP + s->KP + APART));
+	return p - base;
+}
+// Rows of m from those of Y, from the last on: block by block, in which the rows follow each other
+static void FN(solve_up)(FN(work) *w, int n, REAL *Y, int cols, int ld) {
+	for (int b = (n - 1) / BL * BL; b >= 0; b -= BL) {
+		const int e = b + BL < n ? b + BL : n;
+		if (e < n) FN(mm)(1, e - b, cols, n - e, w->KK + e * CH + b, 1, CH, Y + (ptrdiff_t)e * ld, ld, Y + (ptrdiff_t)b * ld, ld);
+		for (int i = e - 1; i >= b; i--) {
+			REAL *m = Y + (ptrdiff_t)i * ld;
+			for (int d = 0; d < cols; d++) m[d] *= -w->beta[i];
+			for (int j = b; j < i; j++) {
+				const REAL f = w->KK[i * CH + j];
+				REAL *y = Y + (ptrdiff_t)j * ld;
+				for (int d = 0; d < cols; d++) y[d] += f * m[d];
 			}
-			acc[z] += k * u;
 		}
 	}
-	const REAL beta = w->be[0];
-	UNROLL for (int z = 0; z < n; z++) acc[z] *= beta;
-	for (int d = 0; d < K; d++) {
-		const REAL k = w->k[d], a = w->ak[d];
-		UNROLL for (int z = 0; z < n; z++) MST(D + d * ld + z * MVR, a * (MLD(D + d * ld + z * MVR) - k * acc[z]));
-	}
-}
-static int64_t FN(back_scratch)(const scan *s, FN(token) *w, REAL **D, char *base) {
-	char *p = base;
-	FN(token_scratch)(s, w, &p);
-	*D = FN(take)(&p, s->K * (s->VP + s->KP));
-	return p - base;
 }
 static void FN(back_unit)(void *ctx, int64_t unit, char *base) {
 	const summary *m = ctx;
 	const scan *s = &m->s;
+	const stage chunks = {.s = *s};
 	const uint64_t fp = sizeof(REAL) == 4 ? flush_denormals() : 0;
-	const int64_t n = unit / s->HV, hv = unit % s->HV, ld = s->VP + s->KP;
-	const sequence q = sequence_of(s, n);
-	FN(token) w;
-	REAL *D;
-	FN(back_scratch)(s, &w, &D, base);
-	memset(D, 0, sizeof(REAL) * s->K * ld);
-	for (int64_t d = 0; d < s->K; d++) D[d * ld + s->VP + d] = 1;
-	for (int64_t t = q.len - 1; t >= 0; t--) {
-		FN(load)(s, &w, &q, t, hv);
-		FN(row_in)(w.dout, token_view(&s->dout, q.b, q.t0 + t, hv), s->V, s->VP);
-		int64_t v = 0;
-		for (; v < s->VP; v += 4 * MVR <= 32 ? 4 * MVR : MVR) FN(back_columns)(&w, s->scale64, s->K, ld, D + v, w.dout + v, 4 * MVR <= 32 ? 4 : 1);
-		for (; v < ld; v += 4 * MVR <= 32 ? 4 * MVR : MVR) FN(back_columns)(&w, s->scale64, s->K, ld, D + v, NULL, 4 * MVR <= 32 ? 4 : 1);
+	const int64_t n = unit / s->HV, hv = unit % s->HV, h = hv / s->G;
+	const int K = s->K, V = s->V, KP = s->KP, VP = s->VP, cols = VP + KP, ld = cols + APART;
+	const REAL scale = s->scale64;
+	FN(work) w;
+	REAL *D, *Y;
+	FN(back_scratch)(s, &w, &D, &Y, base);
+	memset(D, 0, sizeof(REAL) * K * ld);
+	for (int d = 0; d < K; d++) D[(ptrdiff_t)d * ld + VP + d] = 1;
+	place c = {.q = sequence_of(s, n)};
+	for (c.t = (c.q.len - 1) / CH * CH; c.t >= 0 && c.q.len; c.t -= CH) {
+		c.n = c.q.len - c.t < CH ? c.q.len - c.t : CH;
+		FN(rows64_in)(w.q, KP, &s->q, &c, h, K);
+		FN(rows64_in)(w.k, KP, &s->k, &c, h, K);
+		FN(rows64_in)(w.v1, VP, &s->dout, &c, hv, V);
+		for (int i = 0; i < c.n; i++) {
+			if (s->l2norm) FN(unit_row)(w.q + i * KP, K), FN(unit_row)(w.k + i * KP, K);
+			w.beta[i] = FN(effective_beta)(s, &c, hv, i);
+		}
+		FN(raw_decays)(&chunks, &w, &c, hv, 0, 0);
+		FN(products)(s, &w);
+		FN(pairs)(s, &w, c.n);
+		for (int i = 0; i < c.n * KP; i++) {
+			w.k1[i] = w.k[i] * w.ed[i];
+			w.k2[i] = w.k[i] * w.eb[i];
+			w.k3[i] = scale * w.q[i] * w.eb[i];
+		}
+		for (int i = 0; i < c.n * CH; i++) w.QK[i] *= scale;
+		FN(mm)(0, c.n, cols, K, w.k1, KP, 1, D, ld, Y, ld);
+		FN(mm)(1, c.n, VP, c.n, w.QK, 1, CH, w.v1, VP, Y, ld);
+		FN(solve_up)(&w, c.n, Y, cols, ld);
+		for (int d = 0; d < K; d++)
+			for (int z = 0; z < cols; z++) D[(ptrdiff_t)d * ld + z] *= w.eL[d];
+		FN(mm)(1, K, VP, c.n, w.k3, 1, KP, w.v1, VP, D, ld);
+		FN(mm)(1, K, cols, c.n, w.k2, 1, KP, Y, ld, D, ld);
 	}
 	view to = state_view(&m->map, n, hv, 0);
-	FN(block_out)(D, ld, to, s->K, s->V);
-	to.p += s->V * to.col * size_of(to.type);
-	FN(block_out)(D + s->VP, ld, to, s->K, s->K);
+	FN(block_out)(D, ld, to, K, V);
+	to.p += V * to.col * size_of(to.type);
+	FN(block_out)(D + VP, ld, to, K, K);
 	if (sizeof(REAL) == 4) restore_denormals(fp);
 }
 

@@ -1,5 +1,7 @@
 // The stages of the chunk form as operators of their own, with the intermediates that other libraries know; kernels in chunk64.h.
-enum { CH = 64, BL = 16, COLS = 64 }; // tokens of a chunk and of a block of it, columns of a unit of the scans over the state
+// Tokens of a chunk and of a block of it, columns of a unit of the scans over the state; by how many numbers long rows are kept apart, for
+// rows at a distance of a power of two share cache sets.
+enum { CH = 64, BL = 16, COLS = 64, APART = 16 };
 
 typedef struct {
 	scan s; // q, k, v, g, beta, dout, their gradients, the states at the ends

@@ -111,15 +111,14 @@ static int summary_grad(summary *m, const int64_t *size) {
 }
 static int summary_bwd(summary *m, const int64_t *size, double scale) {
 	const gdnk_tensor none = {0};
-	m->s.v = m->s.dout; // for the rows that are not read
 	setup(&m->s, size, scale, &none);
-	token_f32 w;
-	token_f64 w2;
-	float *D;
-	double *D2;
+	work_f32 w;
+	work_f64 w2;
+	float *D, *Y;
+	double *D2, *Y2;
 	const int64_t units = m->s.N * m->s.HV;
-	return double_precision(&m->s.q) ? gdnk_parallel(units, back_scratch_f64(&m->s, &w2, &D2, NULL), back_unit_f64, m)
-	                                 : gdnk_parallel(units, back_scratch_f32(&m->s, &w, &D, NULL), back_unit_f32, m);
+	return double_precision(&m->s.q) ? gdnk_parallel(units, back_scratch_f64(&m->s, &w2, &D2, &Y2, NULL), back_unit_f64, m)
+	                                 : gdnk_parallel(units, back_scratch_f32(&m->s, &w, &D, &Y, NULL), back_unit_f32, m);
 }
 
 #define SUMMARY_INPUTS(op)                                                                                   \
