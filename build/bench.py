@@ -184,6 +184,69 @@ class FrameRow:
         return lambda: (forward(), backward(), keep, held)
 
 
+@dataclasses.dataclass
+class ConvRow:
+    """The causal convolution with SiLU, [B, T, D] here, beside torch's conv1d and silu with the tokens innermost, each in its own layout."""
+
+    passes: str  # fwd, fwd+bwd
+    B: int
+    T: int
+    D: int
+    W: int
+    dtype: str = "float32"
+    threads: int = 1
+    memory = call = False
+
+    @property
+    def name(self):
+        return f"conv/{self.passes}/{self.dtype}/B{self.B}.T{self.T}.D{self.D}.W{self.W}/t{self.threads}"
+
+    @property
+    def flops(self):
+        return (6 if self.passes == "fwd+bwd" else 2) * self.W * self.B * self.T * self.D
+
+    def inputs(self):
+        torch.manual_seed(0)
+        x, dy = (torch.randn(self.B, self.T, self.D).to(getattr(torch, self.dtype)) for _ in range(2))
+        return x, torch.randn(self.D, self.W).to(x.dtype) * self.W ** -0.5, dy
+
+    def operation(self, convolution, lay):
+        x, weight, dy = self.inputs()
+        x, dy = lay(x).contiguous(), lay(dy).contiguous()
+
+        def forward():
+            with torch.no_grad():
+                return (lay(convolution(x, weight)),)
+
+        def both():
+            y = convolution(x, weight)
+            dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+            return lay(y.detach()), lay(dx), dweight
+
+        if self.passes == "fwd":
+            return forward
+        x.requires_grad_(), weight.requires_grad_()
+        return both
+
+    def ours(self):
+        return self.operation(lambda x, weight: gdn.causal_conv1d(x, weight, activation="silu")[0], lambda x: x)
+
+    def peers(self):
+        def convolution(x, weight):
+            return F.silu(F.conv1d(x, weight.unsqueeze(1), padding=self.W - 1, groups=self.D)[..., :self.T])
+
+        return {"torch": self.operation(convolution, lambda x: x.transpose(1, 2))}
+
+    def alone(self):
+        x, weight, dy = self.inputs()
+        numbers = (True, 1, 0)
+        keep, forward = prepared("conv_fwd", {"x": x, "weight": weight}, numbers, (False,))
+        if self.passes == "fwd":
+            return lambda: (forward(), keep)
+        held, backward = prepared("conv_bwd", {"x": x, "weight": weight, "dout": dy}, numbers, ())
+        return lambda: (forward(), backward(), keep, held)
+
+
 class Overhead:
     """The library's own work on the host for a whole operator on an NPU: a Go benchmark with a CANN that does nothing."""
 
@@ -233,6 +296,9 @@ ROWS = [
     *(FrameRow(p, 1, 61, 20, 112, threads=t) for t in (1, 2) for p in ("fwd", "fwd+bwd")),
     FrameRow("fwd", 1, 61, 20, 112, dtype="bfloat16"),
     FrameRow("fwd", 1, 11, 20, 128),
+    # the channels of a layer's q, k and v
+    *(ConvRow(p, 1, 4096, 4096, 4, threads=t) for t in (1, 2) for p in ("fwd", "fwd+bwd")),
+    *(ConvRow(p, 1, 4096, 4096, 4, dtype="bfloat16") for p in ("fwd", "fwd+bwd")),
     Overhead(),
 ]
 

@@ -11,13 +11,19 @@ or take the functions from here: they have the names and arguments of the ones t
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 
+import torch
+
+from .convolution import causal_conv1d_fn as _packaged
+from .convolution import causal_conv1d_update as _update
+from .convolution import causal_conv1d as _convolution
 from .delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .kda import chunk_kda, fused_recurrent_kda
 
-__all__ = ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "torch_chunk_kda", "torch_recurrent_kda", "patch_transformers",
-           "unpatch_transformers"]
+__all__ = ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "torch_chunk_kda", "torch_recurrent_kda", "causal_conv1d_fn",
+           "causal_conv1d_update", "patch_transformers", "unpatch_transformers"]
 
 # Other modules that define the functions are found once they are imported.
 MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "glm5_next")
@@ -57,9 +63,36 @@ def torch_recurrent_kda(query, key, value, g, beta, initial_state=None, output_f
     return o.to(query.dtype), final_state
 
 
+def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, seq_idx=None, cu_seq_lens_q=None, **kwargs):
+    """``gdn.causal_conv1d`` likewise: hidden_states and the result are [B, D, T]. Packed sequences, by the number of each token's (seq_idx) or
+    their offsets (cu_seq_lens_q), do not see each other."""
+    inner = activation if activation in (None, "silu", "swish") else None
+    if seq_idx is not None:
+        y = _packaged(hidden_states, weight, bias, seq_idx=seq_idx, activation=inner)
+    else:
+        y = _convolution(hidden_states.transpose(1, 2), weight, bias, activation=inner, cu_seqlens=cu_seq_lens_q)[0].transpose(1, 2)
+    return y if inner == activation else _activated(y, activation)
+
+
+def causal_conv1d_update(hidden_states, conv_state, weight, bias=None, activation=None):
+    """``gdn.convolution.causal_conv1d_update`` likewise; conv_state is updated in place."""
+    inner = activation if activation in (None, "silu", "swish") else None
+    with torch.no_grad():
+        y = _update(hidden_states, conv_state, weight, bias, inner)
+    return y if inner == activation else _activated(y, activation)
+
+
+def _activated(y, activation):
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[activation](y)
+
+
 # Under the names of transformers' functions; those of Kimi Delta Attention go by two.
 _OURS = {f.__name__: f for f in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule, torch_chunk_kda, torch_recurrent_kda)}
 _OURS.update(chunk_kimi_delta_attention=torch_chunk_kda, recurrent_kimi_delta_attention=torch_recurrent_kda)
+_RULES = tuple(_OURS)  # what tells the modules: other models have convolutions of these names with other arguments
+_OURS.update(causal_conv1d_fn=causal_conv1d_fn, causal_conv1d_update=causal_conv1d_update, torch_causal_conv1d_update=causal_conv1d_update)
 
 
 def _modules():
@@ -67,7 +100,7 @@ def _modules():
         name = f"transformers.models.{model}.modeling_{model}"
         if importlib.util.find_spec(f"transformers.models.{model}") is not None:
             importlib.import_module(name)
-    return [m for name, m in list(sys.modules.items()) if "modeling_" in name and any(hasattr(m, f) for f in _OURS)]
+    return [m for name, m in list(sys.modules.items()) if "modeling_" in name and any(hasattr(m, f) for f in _RULES)]
 
 
 def _on_cpu(theirs, ours):
@@ -79,11 +112,17 @@ def _on_cpu(theirs, ours):
     return function
 
 
+def _is_known(value):
+    """The package causal_conv1d has functions of the same names, whose first argument is called x."""
+    name = getattr(value, "__name__", None)
+    return callable(value) and (name in _RULES or name in _OURS and next(iter(inspect.signature(value).parameters), None) == "hidden_states")
+
+
 def _replace(owner, change):
     """Passes each attribute of a module or layer that is one of the functions through `change`, and stores what comes back."""
     count = 0
     for name, value in list(vars(owner).items()):
-        if callable(value) and getattr(value, "__name__", None) in _OURS:
+        if _is_known(value):
             new = change(value)
             if new is not value:
                 setattr(owner, name, new)

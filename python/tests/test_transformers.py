@@ -65,7 +65,7 @@ def test_model(name):
         patched_generated = model.generate(ids[:, :9], max_new_tokens=12, do_sample=False)
     calls = {event.key for event in profile.key_averages()}
     family = "gdn::kda_" if name == "KimiLinear" else "gdn::"
-    assert {family + "fwd", family + "bwd", family + "recurrent_fwd"} <= calls
+    assert {family + "fwd", family + "bwd", family + "recurrent_fwd", "gdn::conv_fwd", "gdn::conv_bwd"} <= calls
     torch.testing.assert_close(patched_logits, logits, rtol=1e-4, atol=1e-4 * float(logits.abs().max()))
     assert torch.equal(patched_generated, generated)
     assert patched_grads.keys() == grads.keys()
@@ -80,7 +80,7 @@ def test_model(name):
 
 def functions():
     for module in ours._modules():
-        for name in ours._OURS:
+        for name in ours._RULES:
             if hasattr(module, name):
                 yield pytest.param(name, getattr(module, name), id=f"{module.__name__.split('.')[-1]}-{name}")
 
@@ -107,9 +107,38 @@ def test_function(name, theirs):
         assert mine(*low, initial_state=None, output_final_state=False)[1] is None
 
 
+def convolutions():
+    for module in ours._modules():
+        for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+            if "hidden_states" in inspect.signature(getattr(module, name, lambda: None)).parameters:
+                yield pytest.param(name, getattr(module, name), id=f"{module.__name__.split('.')[-1]}-{name}")
+
+
+@pytest.mark.parametrize("name, theirs", list(convolutions()))
+def test_convolution(name, theirs):
+    for dtype, activation in ((torch.float32, "silu"), (torch.float32, None), (torch.float32, "gelu"), (torch.bfloat16, "silu")):
+        x, weight, bias = (torch.randn(s).to(dtype) for s in ((2, 12, 9), (12, 4), (12,)))
+        bound = 1e-5 if dtype == torch.float32 else 3e-2
+        if name == "causal_conv1d_fn":
+            torch.testing.assert_close(ours._OURS[name](x, weight, bias, activation), theirs(x, weight, bias, activation), rtol=bound, atol=bound)
+            continue
+        states = [torch.randn(2, 12, 4).to(dtype)] * 2
+        states[1] = states[0].clone()
+        got, want = (f(x[..., :1], s, weight, bias, activation) for f, s in zip((ours._OURS[name], theirs), states))
+        torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+        assert torch.equal(*states)
+
+
+def test_convolution_of_packed_sequences():
+    x, weight = torch.randn(1, 6, 10), torch.randn(6, 4)
+    parts = torch.cat([ours.causal_conv1d_fn(x[..., a:b], weight, None, "silu") for a, b in ((0, 3), (3, 10))], -1)
+    assert torch.equal(ours.causal_conv1d_fn(x, weight, None, "silu", cu_seq_lens_q=torch.tensor([0, 3, 10], dtype=torch.int32)), parts)
+    assert torch.equal(ours.causal_conv1d_fn(x, weight, None, "silu", seq_idx=torch.tensor([[0] * 3 + [1] * 7])), parts)
+
+
 def test_other_devices_keep_their_function():
     for module in ours._modules():
-        name = next(name for name in ours._OURS if hasattr(module, name))
+        name = next(name for name in ours._RULES if hasattr(module, name))
         calls = []
         original = getattr(module, name)
 
