@@ -48,7 +48,7 @@ def causal_conv1d(
             from the last offset on are zero in the output and the gradients.
         cu_seqlens_cpu: the same in host memory, used when given.
         chunk_indices: accepted for compatibility.
-        cp_context: not available; see ``cp``.
+        cp_context: flash-linear-attention's name for ``cp``, what ``gdn.parallel.build_cp_context`` returns; ``cu_seqlens`` are not looked at.
         dilation: tokens from tap to tap, (W - 1) dilation at most 4096.
         halo: [B, R, D], the R rows before x where the (first) sequence continues from elsewhere, zero where it does not reach; a gradient
             comes back for each row. It is ``initial_state`` in another layout, and takes the place of the first sequence's.
@@ -61,14 +61,16 @@ def causal_conv1d(
 
     Raises:
         ValueError: a shape, dtype, offset or combination of arguments is wrong; the message names it.
-        NotImplementedError: ``cp_context``, or a device that no backend serves.
+        NotImplementedError: a device that no backend serves.
     """
     if weight is None:
         raise ValueError("weight is None, expected [D, W]")
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation is {activation!r}, expected None, 'silu' or 'swish'")
     if cp_context is not None:
-        raise NotImplementedError("cp_context is given; pass a gdn.parallel.ContextParallel as cp")
+        if cp is not None or not hasattr(cp_context, "bound"):
+            raise ValueError(f"cp_context is {type(cp_context).__name__}, expected what build_cp_context returns, and no cp beside it")
+        cp, cu_seqlens, cu_seqlens_cpu = cp_context, None, None
     if backend not in (None, "triton", "cuda", x.device.type):
         raise ValueError(f"backend is {backend!r}, and x is on {x.device}")
     if weight.dim() == 3:

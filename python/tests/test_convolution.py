@@ -310,7 +310,7 @@ def test_module():
     (lambda x, w: causal_conv1d(x[:1], w, cu_seqlens=torch.tensor([0, 5, 4])), ValueError, "do not decrease"),
     (lambda x, w: causal_conv1d(x, w, halo=torch.ones(2, 3, 5)), ValueError, "halo has shape"),
     (lambda x, w: causal_conv1d(x, w, halo=torch.ones(2, 3, 4), initial_state=torch.ones(2, 4, 3)), ValueError, "both given"),
-    (lambda x, w: causal_conv1d(x, w, cp_context=object()), NotImplementedError, "cp_context"),
+    (lambda x, w: causal_conv1d(x, w, cp_context=object()), ValueError, "cp_context is object"),
     (lambda x, w: causal_conv1d(x, w, backend="mps"), ValueError, "backend is 'mps'"),
     (lambda x, w: causal_conv1d(x, w, unknown=1), TypeError, "unknown"),
     (lambda x, w: causal_conv1d_fn(x, w, seq_idx=torch.zeros(2, 4), initial_states=torch.ones(1)), ValueError, "seq_idx is given with states"),

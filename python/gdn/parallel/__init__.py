@@ -9,7 +9,7 @@ sequences that are not packed and equally long on all ranks.
 """
 
 from .context import FLACPContext, build_cp_context
-from .convolution import causal_conv1d, halo
+from .convolution import halo
 from .cost import Machine
 from .executor import ContextParallel
 from .plan import SequencePlan
@@ -17,4 +17,4 @@ from .protocols import all_gather, auto, automatic, grouped, hybrid, p2p, recurs
 from .recompute import checkpoint
 
 __all__ = ["ContextParallel", "FLACPContext", "Machine", "SequencePlan", "all_gather", "auto", "automatic", "build_cp_context",
-           "causal_conv1d", "checkpoint", "grouped", "halo", "hybrid", "p2p", "recursive_doubling", "ulysses"]
+           "checkpoint", "grouped", "halo", "hybrid", "p2p", "recursive_doubling", "ulysses"]

@@ -1,4 +1,4 @@
-"""The short convolution where a document continues from other ranks."""
+"""The rows that a short convolution needs from other ranks: ``gdn.causal_conv1d(x, ..., cp=cp)``."""
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -72,36 +72,3 @@ def receive(x, rows, bound):
     for buffer, (_, part) in zip(buffers, received):
         made[:, part] = buffer
     return made
-
-
-def causal_conv1d(x, weight, bias=None, activation=None, *, cp, dilation=1):
-    """Causal depthwise convolution along the tokens of each document, wherever its tokens lie.
-
-    Args:
-        x: [B, T, D], this rank's tokens.
-        weight: [D, W] or [D, 1, W]; its last column is the token's own.
-        bias: [D] or None.
-        activation: None, "silu" or "swish".
-        cp: ContextParallel, or what its ``bind`` returns.
-        dilation: distance of the columns in tokens.
-
-    Returns:
-        [B, T, D].
-    """
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"gdn.parallel: activation is {activation!r}, expected None, 'silu' or 'swish'")
-    bound = cp.bound(x)
-    weight = weight.reshape(weight.shape[0], 1, weight.shape[-1])
-    rows = (weight.shape[-1] - 1) * dilation
-    before = halo(x, rows, bound)
-    # A fragment's first tokens look at rows of zeros; only the first fragment may continue a document.
-    offsets = bound.plan.local_offsets
-    pieces = [piece for f, (begin, end) in enumerate(zip(offsets, offsets[1:]))
-              for piece in (torch.zeros_like(before) if f else before, x[:, begin:end])]
-    if x.shape[1] == 0:
-        pieces.append(before.new_zeros(x.shape[0], 1, x.shape[2]))  # conv1d refuses to have no result
-    padded = torch.cat(pieces, 1)
-    y = torch.nn.functional.conv1d(padded.transpose(1, 2), weight, bias, groups=weight.shape[0], dilation=dilation).transpose(1, 2)
-    kept_rows = [y[:, begin + rows * f:end + rows * f] for f, (begin, end) in enumerate(zip(offsets, offsets[1:]))]
-    y = torch.cat(kept_rows, 1) if len(kept_rows) > 1 else kept_rows[0]
-    return torch.nn.functional.silu(y) if activation else y
