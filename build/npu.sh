@@ -28,7 +28,7 @@ cann=$PWD/build/out/cann${SAN:+-asan}
 export LD_LIBRARY_PATH=$cann/lib64 ASCEND_HOME_PATH=$cann ASCEND_OPP_PATH=$cann/opp-alone FLA_NPU_OPP_PATH=$cann/opp PYTHONPATH=$PWD/python
 export GDN_FAKE_CANN=$cann
 if [ -n "${SAN:-}" ]; then # torch itself is not clean of leaks; its handlers come before ASan's
-	export LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:handle_segv=0
+	export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0:handle_segv=0
 fi
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1
 exec $venv/bin/python -m pytest -o testpaths=python/tests_npu "$@"

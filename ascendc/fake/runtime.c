@@ -408,6 +408,21 @@ EXPORT int aclrtDestroyStream(void *stream) {
 	return status;
 }
 
+#if CANN >= 900
+// For streams whose work need not end; here it does all the same.
+EXPORT int aclrtDestroyStreamForce(void *stream) {
+	ENTER();
+	NEED(stream);
+	int status = OK;
+	pthread_mutex_lock(&lock);
+	Stream *s = stream_of(stream, __func__, &status);
+	if (s)
+		remove_stream(s), status = OK;
+	pthread_mutex_unlock(&lock);
+	return status;
+}
+#endif
+
 EXPORT int aclrtSetStreamFailureMode(void *stream, uint64_t mode) {
 	ENTER();
 	int status;
