@@ -108,12 +108,12 @@ static void FN(sum_decays)(const stage *m, FN(work) *w, const place *c, int64_t 
 		for (int d = 0; d < KP; d++) w->a[i * KP + d] = a;
 	}
 }
-// Products of the decays: eb, ed, eL of the chunk; pre and bp of its blocks; rows of k and q in the prefix products
-static void FN(products)(const scan *s, FN(work) *w) {
+// Products of the decays of the first `rows` tokens, whole blocks: eb, ed, eL; pre and bp of its blocks; rows of k and q in the prefix products
+static void FN(products)(const scan *s, FN(work) *w, int rows) {
 	const int KP = s->KP;
 	FOR_CHANNELS {
 		FN(vr) p = (FN(vr)){0} + 1, b = p;
-		for (int i = 0; i < CH; i++) {
+		for (int i = 0; i < rows; i++) {
 			const FN(vr) a = MLD(w->a + i * KP + d);
 			p *= a;
 			b = i % BL ? b * a : a;
@@ -125,7 +125,7 @@ static void FN(products)(const scan *s, FN(work) *w) {
 		}
 		MST(w->eL + d, p);
 		p = (FN(vr)){0} + 1;
-		for (int i = CH - 1; i >= 0; i--) {
+		for (int i = rows - 1; i >= 0; i--) {
 			MST(w->ed + i * KP + d, p);
 			p *= MLD(w->a + i * KP + d);
 		}
@@ -236,7 +236,7 @@ static void FN(prepare_unit)(void *ctx, int64_t unit, char *base) {
 			FN(number_out)(&m->beta_eff, &c, hv, i, w.beta[i]);
 			if (!s->channels) FN(number_out)(&m->sum, &c, hv, i, w.cum[i * KP]);
 		}
-		FN(products)(s, &w);
+		FN(products)(s, &w, CH);
 		FN(pairs)(s, &w, n);
 		FN(invert)(&w, n);
 		FN(rows64_out)(w.X, CH, &m->A, &c, hv, CH);
@@ -336,7 +336,7 @@ static void FN(output_unit)(void *ctx, int64_t unit, char *base) {
 		FN(rows64_in)(w.q, KP, &s->q, &c, hv / s->G, K);
 		FN(rows64_in)(w.k, KP, &s->k, &c, hv / s->G, K);
 		FN(sum_decays)(m, &w, &c, hv);
-		FN(products)(s, &w);
+		FN(products)(s, &w, CH);
 		FN(pairs)(s, &w, c.n);
 		FN(times)(w.k1, w.q, w.eb, c.n * KP);
 		for (int i = 0; i < c.n * KP; i++) w.k1[i] *= scale;
@@ -380,7 +380,7 @@ static void FN(bwd_prepare_unit)(void *ctx, int64_t unit, char *base) {
 		FN(rows64_in)(w.k, KP, &s->k, &c, hv / s->G, K);
 		for (int i = 0; i < c.n; i++) w.beta[i] = FN(number)(&s->beta, &c, hv, i);
 		FN(sum_decays)(m, &w, &c, hv);
-		FN(products)(s, &w);
+		FN(products)(s, &w, CH);
 		FN(pairs)(s, &w, c.n);
 		for (int i = 0; i < CH * CH; i++) w.QK[i] *= scale;
 		FN(pairs_in)(w.X, &m->A, &c, hv);
@@ -521,7 +521,7 @@ static void FN(finish_head)(const stage *m, FN(work) *w, const place *c, int64_t
 	for (int i = 0; i < CH; i++) w->beta[i] = i < n ? FN(number)(&s->beta, c, hv, i) : 0;
 	if (s->channels) FN(raw_decays)(m, w, c, hv, 0, 1);
 	else FN(sum_decays)(m, w, c, hv);
-	FN(products)(s, w);
+	FN(products)(s, w, CH);
 	FN(pairs)(s, w, n);
 	REAL *v = w->v1, *vn = w->v2, *tu = w->v3, *neg = w->v4;
 	// Tu = X^T dv_scan, m = -beta Tu

@@ -1,28 +1,25 @@
 // Affine maps of states in REAL (float or double): the reverse scan that gives the backward map, and maps applied one after the other.
 // Included once for each REAL, behind mm.h.
 
-// The reverse scan with K more columns, which start at the identity and see no output gradient. Per chunk, D the gradient behind it, with the
+// The reverse scan with K more columns, which start at the identity and see no output gradient. Per chunk of BL tokens (in longer ones similar keys
+// cancel more of what they write), D the gradient behind it, with the
 // rows and pairs of chunk64.h:
 //     Y = (k d) D + scale QK^T dO      m_i = -beta_i (Y_i + sum_{j>i} KK_ji m_j)      D <- b_last D + scale (q b)^T dO + (k b)^T m
 static int64_t FN(back_scratch)(const scan *s, FN(work) *w, REAL **D, REAL **Y, char *base) {
 	char *p = base + FN(work_scratch)(s, w, base);
 	*D = FN(take)(&p, s->K * (s->VP + s->KP + APART));
-	*Y = FN(take)(&p, CH * (s->VP + s->KP + APART));
+	*Y = FN(take)(&p, BL * (s->VP + s->KP + APART));
 	return p - base;
 }
-// Rows of m from those of Y, from the last on: block by block, in which the rows follow each other
+// Rows of m from those of Y, from the last on
 static void FN(solve_up)(FN(work) *w, int n, REAL *Y, int cols, int ld) {
-	for (int b = (n - 1) / BL * BL; b >= 0; b -= BL) {
-		const int e = b + BL < n ? b + BL : n;
-		if (e < n) FN(mm)(1, e - b, cols, n - e, w->KK + e * CH + b, 1, CH, Y + (ptrdiff_t)e * ld, ld, Y + (ptrdiff_t)b * ld, ld);
-		for (int i = e - 1; i >= b; i--) {
-			REAL *m = Y + (ptrdiff_t)i * ld;
-			for (int d = 0; d < cols; d++) m[d] *= -w->beta[i];
-			for (int j = b; j < i; j++) {
-				const REAL f = w->KK[i * CH + j];
-				REAL *y = Y + (ptrdiff_t)j * ld;
-				for (int d = 0; d < cols; d++) y[d] += f * m[d];
-			}
+	for (int i = n - 1; i >= 0; i--) {
+		REAL *m = Y + (ptrdiff_t)i * ld;
+		for (int d = 0; d < cols; d++) m[d] *= -w->beta[i];
+		for (int j = 0; j < i; j++) {
+			const REAL f = w->KK[i * CH + j];
+			REAL *y = Y + (ptrdiff_t)j * ld;
+			for (int d = 0; d < cols; d++) y[d] += f * m[d];
 		}
 	}
 }
@@ -40,8 +37,8 @@ static void FN(back_unit)(void *ctx, int64_t unit, char *base) {
 	memset(D, 0, sizeof(REAL) * K * ld);
 	for (int d = 0; d < K; d++) D[(ptrdiff_t)d * ld + VP + d] = 1;
 	place c = {.q = sequence_of(s, n)};
-	for (c.t = (c.q.len - 1) / CH * CH; c.t >= 0 && c.q.len; c.t -= CH) {
-		c.n = c.q.len - c.t < CH ? c.q.len - c.t : CH;
+	for (c.t = (c.q.len - 1) / BL * BL; c.t >= 0 && c.q.len; c.t -= BL) {
+		c.n = c.q.len - c.t < BL ? c.q.len - c.t : BL;
 		FN(rows64_in)(w.q, KP, &s->q, &c, h, K);
 		FN(rows64_in)(w.k, KP, &s->k, &c, h, K);
 		FN(rows64_in)(w.v1, VP, &s->dout, &c, hv, V);
@@ -50,7 +47,7 @@ static void FN(back_unit)(void *ctx, int64_t unit, char *base) {
 			w.beta[i] = FN(effective_beta)(s, &c, hv, i);
 		}
 		FN(raw_decays)(&chunks, &w, &c, hv, 0, 0);
-		FN(products)(s, &w);
+		FN(products)(s, &w, BL);
 		FN(pairs)(s, &w, c.n);
 		for (int i = 0; i < c.n * KP; i++) {
 			w.k1[i] = w.k[i] * w.ed[i];
