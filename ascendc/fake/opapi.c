@@ -528,7 +528,7 @@ LAUNCH(aclnnMean)
 
 static int run_matmul(Op *o) {
 	double *a = get(o, "self"), *b = get(o, "mat2"), *y = get(o, "out"), *add = get(o, "add");
-	int64_t B = dim(o, "b"), M = dim(o, "m"), N = dim(o, "n"), K = dim(o, "k");
+	int64_t B = dim(o, "X") * dim(o, "Y"), M = dim(o, "m"), N = dim(o, "n"), K = dim(o, "k");
 	for (int64_t z = 0; z < B; z++)
 		for (int64_t i = 0; i < M; i++)
 			for (int64_t j = 0; j < N; j++) {
@@ -545,11 +545,14 @@ static int run_matmul(Op *o) {
 static int matmul(const char *name, int batched, T add, double beta, double alpha, T self, T mat2, T result, int8_t mode, uint64_t *bytes,
                   Executor **executor) {
 	Op *o = op_begin(name, run_matmul, 0, F32 | F16 | BF16);
-	arg(o, IN, 1, "self", self, batched ? "b m k" : "m k", 0, DATA);
-	arg(o, IN, 1, "mat2", mat2, batched ? "b k n" : "k n", 0, DATA);
-	arg(o, OUT, 1, "out", result, batched ? "b m n" : "m n", 0, DATA);
-	if (!batched)
-		size(o, "b", 1);
+	// batched is the number of dimensions before the matrices'.
+	arg(o, IN, 1, "self", self, &"Y X m k"[4 - 2 * batched], 0, DATA);
+	arg(o, IN, 1, "mat2", mat2, &"Y X k n"[4 - 2 * batched], 0, DATA);
+	arg(o, OUT, 1, "out", result, &"Y X m n"[4 - 2 * batched], 0, DATA);
+	if (batched < 1)
+		size(o, "X", 1);
+	if (batched < 2)
+		size(o, "Y", 1);
 	if (add) {
 		any(o, IN, "add", add, F32 | F16 | BF16);
 		broadcast(o, "add", "out");
@@ -575,7 +578,7 @@ LAUNCH(aclnnMm)
 
 EXPORT int aclnnMatmulGetWorkspaceSize(T self, T mat2, T result, int8_t mode, uint64_t *bytes, Executor **executor) {
 	ENTER();
-	return matmul("aclnnMatmul", self && fake_is(self, TENSOR) && self->rank == 3, 0, 0, 1, self, mat2, result, mode, bytes, executor);
+	return matmul("aclnnMatmul", self && fake_is(self, TENSOR) && self->rank > 2 ? self->rank > 3 ? 2 : 1 : 0, 0, 0, 1, self, mat2, result, mode, bytes, executor);
 }
 LAUNCH(aclnnMatmul)
 
@@ -587,6 +590,15 @@ EXPORT int aclnnAddmmGetWorkspaceSize(T self, T mat1, T mat2, const Scalar *beta
 	return matmul("aclnnAddmm", 0, self, alpha_of(beta), alpha_of(alpha), mat1, mat2, result, mode, bytes, executor);
 }
 LAUNCH(aclnnAddmm)
+
+EXPORT int aclnnBaddbmmGetWorkspaceSize(T self, T mat1, T mat2, const Scalar *beta, const Scalar *alpha, T result, int8_t mode, uint64_t *bytes,
+                                      Executor **executor) {
+	ENTER();
+	if (!self)
+		return fake_error(NN_NULL, "aclnnBaddbmm: self is null");
+	return matmul("aclnnBaddbmm", 1, self, alpha_of(beta), alpha_of(alpha), mat1, mat2, result, mode, bytes, executor);
+}
+LAUNCH(aclnnBaddbmm)
 
 // ---- the gated delta rules ----
 
