@@ -92,29 +92,49 @@ static void load_filter(const conv_call *s, float *w, float *bias, int ld, int64
 	for (int j = 0; s->bias.dtype && j < cols; j++) bias[j] = bias_at(s, first + j);
 }
 
+// 1/d for d in [1, 2]
+INL vf reciprocal(vf d) {
+#if VW == 16
+	const vf r = (vf)_mm512_rcp14_ps((__m512)d); // with one step 2^-27; the division takes as long as the exponential
+	return r * (2.f - d * r);
+#else
+	return 1.f / d;
+#endif
+}
+// Rows that are read next, asked for while others are computed: a line with each vector. They are too short and too far apart for the
+// hardware's prefetchers. Beyond a row's or the tensor's end: harmless.
+typedef struct {
+	const char *p;
+	ptrdiff_t row, sz;
+} upcoming;
+static upcoming rows_ahead(view v) { return (upcoming){v.p, v.row * size_of(v.type), size_of(v.type)}; }
+
 // z of one row of channels. x: the row of the first tap; taps are step floats apart.
 INL vf taps(int W, const float *w, int ld, const float *x, ptrdiff_t step, vf z) {
 	UNROLL for (int k = 0; k < W; k++) z += LD(w + k * ld) * LD(x + k * step);
 	return z;
 }
-INL void conv_rows_as(int W, int silu, float *y, const float *x, ptrdiff_t step, const float *w, const float *bias, int ld, int n) {
-	for (int i = 0; i < n; i++, x += ld, y += ld)
+INL void conv_rows_as(int W, int silu, float *y, const float *x, ptrdiff_t step, const float *w, const float *bias, int ld, int n, upcoming a) {
+	for (int i = 0; i < n; i++, x += ld, y += ld, a.p += a.row)
 		for (int c = 0; c < ld; c += VW) {
-			const vf z = taps(W, w + c, ld, x + c, step, LD(bias + c));
-			ST(y + c, silu ? z * vsigmoid(z) : z);
+			__builtin_prefetch(a.p + c * a.sz, 0, 2);
+			const vf z = taps(W, w + c, ld, x + c, step, LD(bias + c)), e = vexp(-vabs(z));
+			ST(y + c, silu ? z * sel(z < 0.f, e, bc(1)) * reciprocal(1.f + e) : z);
 		}
 }
-NOINL void conv_rows(int W, int silu, float *y, const float *x, ptrdiff_t step, const float *w, const float *bias, int ld, int n) {
-	if (W == 4 && silu) conv_rows_as(4, 1, y, x, step, w, bias, ld, n);
-	else conv_rows_as(W, silu, y, x, step, w, bias, ld, n);
+NOINL void conv_rows(int W, int silu, float *y, const float *x, ptrdiff_t step, const float *w, const float *bias, int ld, int n, upcoming a) {
+	if (W == 4 && silu) conv_rows_as(4, 1, y, x, step, w, bias, ld, n, a);
+	else conv_rows_as(W, silu, y, x, step, w, bias, ld, n, a);
 }
 // dz in place of dy; the first `own` rows add to the sums of dweight and dbias, which are W + 1 rows
-INL void conv_rows_bwd_as(int W, int silu, float *dz, const float *x, ptrdiff_t step, const float *w, const float *bias, float *dw, int ld, int n, int own) {
-	for (int i = 0; i < n; i++, x += ld, dz += ld)
+INL void conv_rows_bwd_as(int W, int silu, float *dz, const float *x, ptrdiff_t step, const float *w, const float *bias, float *dw, int ld, int n, int own, upcoming a, upcoming b) {
+	for (int i = 0; i < n; i++, x += ld, dz += ld, a.p += a.row, b.p += b.row)
 		for (int c = 0; c < ld; c += VW) {
+			__builtin_prefetch(a.p + c * a.sz, 0, 2);
+			__builtin_prefetch(b.p + c * b.sz, 0, 2);
 			vf d = LD(dz + c);
 			if (silu) {
-				const vf z = taps(W, w + c, ld, x + c, step, LD(bias + c)), e = vexp(-vabs(z)), r = 1.f / (1.f + e), er = e * r;
+				const vf z = taps(W, w + c, ld, x + c, step, LD(bias + c)), e = vexp(-vabs(z)), r = reciprocal(1.f + e), er = e * r;
 				d *= sel(z < 0.f, er, r) + z * er * r;
 				ST(dz + c, d);
 			}
@@ -123,9 +143,9 @@ INL void conv_rows_bwd_as(int W, int silu, float *dz, const float *x, ptrdiff_t 
 			ST(dw + W * ld + c, LD(dw + W * ld + c) + d);
 		}
 }
-NOINL void conv_rows_bwd(int W, int silu, float *dz, const float *x, ptrdiff_t step, const float *w, const float *bias, float *dw, int ld, int n, int own) {
-	if (W == 4 && silu) conv_rows_bwd_as(4, 1, dz, x, step, w, bias, dw, ld, n, own);
-	else conv_rows_bwd_as(W, silu, dz, x, step, w, bias, dw, ld, n, own);
+NOINL void conv_rows_bwd(int W, int silu, float *dz, const float *x, ptrdiff_t step, const float *w, const float *bias, float *dw, int ld, int n, int own, upcoming a, upcoming b) {
+	if (W == 4 && silu) conv_rows_bwd_as(4, 1, dz, x, step, w, bias, dw, ld, n, own, a, b);
+	else conv_rows_bwd_as(W, silu, dz, x, step, w, bias, dw, ld, n, own, a, b);
 }
 // dx of n rows: the filter turned round, from the row's own dz on
 INL void conv_rows_dx_as(int W, float *dx, const float *dz, ptrdiff_t step, const float *w, int ld, int n) {
@@ -159,7 +179,7 @@ static void conv_fwd_unit(void *ctx, int64_t unit, char *base) {
 		for (; t < last; t += CONV_ROWS) {
 			const int m = last - t < CONV_ROWS ? last - t : CONV_ROWS;
 			conv_load(s, x + reach * ld, ld, n, &q, t, m, first, cols);
-			conv_rows(s->W, s->silu, y, x, s->dil * ld, w, bias, ld, m);
+			conv_rows(s->W, s->silu, y, x, s->dil * ld, w, bias, ld, m, rows_ahead(channels(&s->x, q.b, q.t0 + t + m, first)));
 			if (t + m < last) memmove(x, x + m * ld, sizeof *x * reach * ld); // before the residual takes the rows behind
 			if (s->residual.dtype) {
 				float *r = x + reach * ld;
@@ -203,7 +223,8 @@ static void conv_bwd_unit(void *ctx, int64_t unit, char *base) {
 				conv_load(s, xt, ld, n, &q, t, m, first, cols);
 				conv_rows_in(dzt, ld, channels(&s->dout, q.b, q.t0 + t, first), m, cols);
 				if (s->dresidual.dtype && own) rows_out(dzt, ld, channels(&s->dresidual, q.b, q.t0 + t, first), own, cols, s->stream);
-				conv_rows_bwd(s->W, s->silu, dzt, x, s->dil * ld, w, bias, dw, ld, m, own);
+				conv_rows_bwd(s->W, s->silu, dzt, x, s->dil * ld, w, bias, dw, ld, m, own, rows_ahead(channels(&s->x, q.b, q.t0 + t + m, first)),
+					rows_ahead(channels(&s->dout, q.b, q.t0 + t + m, first)));
 				if ((summed += own) >= CONV_UNIT) { // fp32 sums over so many tokens only
 					for (int k = 0; k <= s->W; k++) add_row(sums + k * s->D, dw + k * ld, cols);
 					memset(dw, 0, sizeof *dw * (s->W + 1) * ld);
