@@ -36,7 +36,7 @@ var mutations = []struct {
 	{name: "the layout of states is guessed", file: "selftest.go", old: "answer.chunkFirst, answer.err = r.probe(op)", new: "answer.chunkFirst = true", tests: "TestFLAStages", environment: []string{"GDN_TEST_CANN=cann-old"}},
 	{name: "unknown argument lists are called", file: "prototype.go", old: "if v.letters == d.letters {", new: "if v.letters != \"\" {", tests: "TestUnknownDeclaration"},
 	{name: "host memory is taken for the device's", file: "run.go", old: "r.err == nil && where != onDevice {", new: "r.err == nil && where == 99 {", tests: "TestAddresses"},
-	{name: "calls on one stream share memory", file: "backend.go", old: "r := b.begin(a, c)", new: "r := b.begin(a, c)\n\tr.lane.Unlock()\n\tdefer r.lane.Lock()", tests: "TestThreads"},
+	{name: "streams share memory", file: "backend.go", old: "key := laneKey{device, stream}", new: "key := laneKey{device, 0}", tests: "TestThreads"},
 	{name: "the scale is left out", file: "gdn.go", old: `if s := r.c.Float("scale"); s != 0 {`, new: `if s := r.c.Float("scale"); s == 99 {`, tests: "TestStockForward"},
 	{name: "the caller's memory is kept", file: "run.go", old: "for _, b := range r.held {", new: "for _, b := range r.held[:0] {", tests: "TestAllocator"},
 	{name: "the gradient of the cumulated gate for that of the gate", file: "gdn_fla.go", old: `s.cu, s.chunks, chunk, true, 1.0, true, "float32\x00", raw)`, new: `s.cu, s.chunks, chunk, false, 1.0, true, "float32\x00", raw)`, tests: "TestFLAStages"},
