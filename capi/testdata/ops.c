@@ -86,6 +86,57 @@ int main(void) {
 	CHECK(gdn_decode(&d) == GDN_INVALID_ARGUMENT);
 	CHECK(strcmp(gdn_last_error(), "gdn_decode: num_accepted_tokens[0] is 3, expected 1 to R=2") == 0);
 
+	// A gate of 0 is -softplus(0) = -log 2, summed over two tokens; its gradients are -sigmoid(0) = -1/2 by the raw gate, once for each sum.
+	gdn_gate_fwd_args gf = {0};
+	float raw[2] = {0, 0}, gy[2], ones[2] = {1, 1}, draw[2];
+	tensor traw, tgy, tones, tdraw;
+	gf.size = sizeof gf;
+	gf.g = &view(&traw, raw, 4, 1, 2, 1, 1)->t, gf.y = &view(&tgy, gy, 4, 1, 2, 1, 1)->t;
+	gf.gate = 1, gf.chunk = 2;
+	static const double want_gy[] = {-0.69314718, -1.38629436}, want_draw[] = {-1, -0.5};
+	CHECK(gdn_gate_fwd(&gf) == GDN_OK && same(gy, want_gy, 2));
+	gdn_gate_bwd_args gb = {0};
+	gb.size = sizeof gb;
+	gb.g = gf.g, gb.dout = &view(&tones, ones, 4, 1, 2, 1, 1)->t, gb.dg = &view(&tdraw, draw, 4, 1, 2, 1, 1)->t;
+	gb.gate = 1, gb.chunk = 2;
+	CHECK(gdn_gate_bwd(&gb) == GDN_OK && same(draw, want_draw, 2));
+	gf.bound = -5;
+	CHECK(gdn_gate_fwd(&gf) == GDN_INVALID_ARGUMENT && strstr(gdn_last_error(), "bound is -5 and gate is 1"));
+
+	// (3 4) divided by 5, and the gradient of its first element: (1 - 9/25, -12/25)/5.
+	gdn_norm_fwd_args nf = {0};
+	float row[2] = {3, 4}, unit[2], first[2] = {1, 0}, drow[2];
+	tensor trow, tunit, tfirst, tdrow;
+	nf.size = sizeof nf;
+	nf.x = &view(&trow, row, 4, 1, 1, 1, 2)->t, nf.y = &view(&tunit, unit, 4, 1, 1, 1, 2)->t;
+	static const double want_unit[] = {0.6, 0.8}, want_drow[] = {0.128, -0.096};
+	CHECK(gdn_norm_fwd(&nf) == GDN_OK && same(unit, want_unit, 2));
+	gdn_norm_bwd_args nb = {0};
+	nb.size = sizeof nb;
+	nb.x = nf.x, nb.dout = &view(&tfirst, first, 4, 1, 1, 1, 2)->t, nb.dx = &view(&tdrow, drow, 4, 1, 1, 1, 2)->t;
+	CHECK(gdn_norm_bwd(&nb) == GDN_OK && same(drow, want_drow, 2));
+
+	// Two taps (10 1) over 1 2 3 with 4 before them, and the gradients for dout = 1.
+	gdn_conv_fwd_args cf = {0};
+	float in[3] = {1, 2, 3}, taps[2] = {10, 1}, before[1] = {4}, out[3], last[1], dout3[3] = {1, 1, 1}, din[3], dtaps[2], dbefore[1];
+	tensor tin, ttaps, tbefore, tout, tlast, tdout3, tdin, tdtaps, tdbefore;
+	cf.size = sizeof cf;
+	cf.x = &view(&tin, in, 3, 1, 3, 1, 0)->t, cf.weight = &view(&ttaps, taps, 2, 1, 2, 0, 0)->t;
+	cf.initial_state = &view(&tbefore, before, 3, 1, 1, 1, 0)->t;
+	cf.y = &view(&tout, out, 3, 1, 3, 1, 0)->t, cf.final_state = &view(&tlast, last, 3, 1, 1, 1, 0)->t;
+	cf.dilation = 1, cf.state_len = 1;
+	static const double want_out[] = {41, 12, 23}, want_last[] = {3}, want_din[] = {11, 11, 1}, want_dtaps[] = {7, 6}, want_dbefore[] = {10};
+	CHECK(gdn_conv_fwd(&cf) == GDN_OK && same(out, want_out, 3) && same(last, want_last, 1));
+	gdn_conv_bwd_args cb = {0};
+	cb.size = sizeof cb;
+	cb.x = cf.x, cb.weight = cf.weight, cb.initial_state = cf.initial_state, cb.dout = &view(&tdout3, dout3, 3, 1, 3, 1, 0)->t;
+	cb.dx = &view(&tdin, din, 3, 1, 3, 1, 0)->t, cb.dweight = &view(&tdtaps, dtaps, 2, 1, 2, 0, 0)->t;
+	cb.dh0 = &view(&tdbefore, dbefore, 3, 1, 1, 1, 0)->t;
+	cb.dilation = 1, cb.state_len = 1;
+	CHECK(gdn_conv_bwd(&cb) == GDN_OK && same(din, want_din, 3) && same(dtaps, want_dtaps, 2) && same(dbefore, want_dbefore, 1));
+	cf.state_len = 0;
+	CHECK(gdn_conv_fwd(&cf) == GDN_INVALID_ARGUMENT);
+
 	CHECK(strcmp(gdn_version(), GDN_VERSION) == 0);
 	CHECK(strstr(gdn_build_info(), "libgdn " GDN_VERSION) && strstr(gdn_build_info(), gdn_isa()) && strlen(gdn_isa()) > 0);
 	CHECK(gdn_set_num_threads(1) == GDN_OK && gdn_get_num_threads() == 1);
