@@ -135,41 +135,34 @@ class FrameRow:
         return self.operation(gdn.frame.scan)
 
     def peers(self):
-        def right(W):
-            products = [W[:, 0]]
-            for t in range(1, W.shape[1]):
-                products.append(products[-1] @ W[:, t])
-            return torch.stack(products, 1)
-
-        def left(W):
-            products = [W[:, 0]]
-            for t in range(1, W.shape[1]):
-                products.append(W[:, t] @ products[-1])
-            return torch.stack(products, 1)
+        # Frames by unbind: the gradient of W[:, t] would be a tensor of W's size for each t.
+        def products(W, left):
+            made = []
+            for w in W.unbind(1):
+                made.append(w if not made else w @ made[-1] if left else made[-1] @ w)
+            return torch.stack(made, 1)
 
         def local(W, U, Wz, uz):
             S, z = torch.zeros_like(U[:, 0]), torch.zeros_like(uz[:, 0])
             states, zs = [], []
-            for t in range(W.shape[1]):
-                S = torch.matmul(S, W[:, t]) + U[:, t]
-                z = torch.bmm(Wz[:, t], z.unsqueeze(-1)).squeeze(-1) + uz[:, t]
+            for w, u, wz, x in zip(*(t.unbind(1) for t in (W, U, Wz, uz))):
+                S = torch.matmul(S, w) + u
+                z = torch.bmm(wz, z.unsqueeze(-1)).squeeze(-1) + x
                 states.append(S)
                 zs.append(z)
             return torch.stack(states, 1), torch.stack(zs, 1)
 
         def seed(W, U, Wz, uz):
-            C, Cz = right(W), left(Wz)
+            C, Cz = products(W, False), products(Wz, True)
             S, z = local(W, U, Wz, uz)
             start, start_z = torch.zeros_like(U[:, 0]), torch.zeros_like(uz[:, 0])
             return S + start.unsqueeze(1) @ C, z + (Cz @ start_z[:, None, :, None]).squeeze(-1)
 
         def baddbmm(W, U, Wz, uz):
-            S, z = U[:, 0], uz[:, 0].unsqueeze(-1)
-            states, zs = [S], [z]
-            for t in range(1, W.shape[1]):
-                S, z = torch.baddbmm(U[:, t], S, W[:, t]), torch.baddbmm(uz[:, t].unsqueeze(-1), Wz[:, t], z)
-                states.append(S)
-                zs.append(z)
+            states, zs = [], []
+            for w, u, wz, x in zip(*(t.unbind(1) for t in (W, U, Wz, uz.unsqueeze(-1)))):
+                states.append(torch.baddbmm(u, states[-1], w) if states else u)
+                zs.append(torch.baddbmm(x, wz, zs[-1]) if zs else x)
             return torch.stack(states, 1), torch.stack(zs, 1).squeeze(-1)
 
         return {"seed": self.operation(seed), "baddbmm": self.operation(baddbmm)}
